@@ -14,10 +14,10 @@ computes from inputs. Inputs are split along the batch; over "context", along th
 if none of its options meets the restriction, as for a dim that does not divide.
 
 The axes of a recipe are, the outermost first, "pipeline", "replica" (copies of ZeRO groups), "data", "expert",
-"context" and "model". Each stage of a pipeline has its own program. "expert" splits experts over ranks of data parallelism; for all
-other values it is a data axis. "model" is Megatron-LM's tensor parallelism: it splits matrices in use, and inputs are
-whole over it. Sequence parallelism decides whether it splits results of normalisations along the sequence (Korthikanti
-et al., "Reducing activation recomputation in large transformer models", 2022).
+"context" and "model". Each stage of a pipeline has its own program. "expert" splits experts over ranks of data
+parallelism; for all other values it is a data axis. "model" is Megatron-LM's tensor parallelism: it splits matrices in
+use, and inputs are whole over it. Sequence parallelism decides whether it splits results of normalisations along the
+sequence (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022).
 """
 
 from __future__ import annotations

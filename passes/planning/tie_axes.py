@@ -44,7 +44,7 @@ def space_in_time(
     """The search space of a program whose axes are tied as little as the time allows.
 
     Args:
-        enumerate_strategies: of untied axes.
+        enumerate_strategies: the pass for untied axes.
         program: with fan-outs.
         levels: the groups that may be, see `tied_levels`.
         time_budget_s: for all of planning.

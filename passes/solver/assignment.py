@@ -54,7 +54,7 @@ class MemoryRow:
 
 
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """A row that one choice breaks, and no other: for one over the limit by less than a solver tells apart."""
+    """A row that excludes one choice only. It is for a choice over the limit by less than a solver's tolerance."""
     flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
     variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
     return MemoryRow((2.0 - len(choice)) * limit, variables, {})

@@ -19,10 +19,10 @@ Usage = Callable[[Sequence[int]], np.ndarray]
 
 
 _REPAIRS = 3
-"""Choices that are repaired."""
+"""The count of choices that are repaired."""
 
 _PRESSES = 8
-"""Times that memory is weighed more to find choices that fit."""
+"""Steps of the bisection for a weight of memory under which choices fit."""
 
 _REACH = 0.03
 """How far above the best the first multipliers may be, in the unit of `_best_multipliers`. A choice: it adapts
@@ -81,14 +81,14 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """How far the next multipliers may be from the best, after these were as far as they might."""
+        """Set the largest distance of the next multipliers from the best, if these were at the largest distance."""
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
     def has_stalled(self) -> bool:
         """Whether bound and incumbent have hardly come nearer over the last rounds, though something fits.
 
-        As a part of the bound: of a bad incumbent it would hardly be seen that the bound has doubled.
+        Distances are relative to the bound. Relative to a bad incumbent, even a doubled bound would hardly show.
         """
         found = self.distances
         return len(found) > _PATIENCE and found[-1] > 0.97 * found[-_PATIENCE] and np.isfinite(found[-1])
@@ -98,7 +98,7 @@ class DualState:
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """What the weighed limits take from the bound."""
+        """The multipliers times the limits, which the Lagrangian subtracts."""
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
@@ -126,11 +126,11 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Let the messages pass under the multipliers as they are."""
+        """Give the messages the current multipliers."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def press(self) -> None:
-        """Weigh memory as many times more as it takes for what messages round to to fit: by bisection of how many."""
+        """Multiply the weight of memory, by bisection, until the rounded choice fits."""
         if not any(self.best_multipliers.values()):
             return
         too_few, enough, times = 1.0, math.inf, 2.0
@@ -152,7 +152,7 @@ class DualState:
         self.weigh()
 
     def repair(self) -> None:
-        """Make some choices fit that nearly do, of those that cost less than the incumbent: to fit adds to that."""
+        """Repair some choices that cost less than the incumbent and nearly fit. A repair adds cost."""
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
             fitting = self._fitting(choice)
@@ -163,7 +163,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _fitting(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The choice after the cheapest changes that make it fit; None if none do, or not in time."""
+        """The choice after the cheapest changes to fit; None if no changes suffice, or if the time is over."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -181,7 +181,7 @@ class DualState:
         return choice
 
     def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Changes of one variable that save memory in a row, the cheapest by the byte first."""
+        """Changes of one variable that save memory in a row, by cost per byte."""
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
             saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
@@ -194,7 +194,7 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
+        """Change one variable of the incumbent at a time, while a change is cheaper and fits."""
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False
@@ -230,25 +230,31 @@ _PATIENCE = 8
 """Rounds in which the gap must close by three per cent of itself for the search to go on."""
 
 _HOPEFUL = 24
-"""Rounds in which something must be found that fits."""
+"""Rounds within which a choice that fits must be found."""
 
 _FURTHER = 3.0
-"""How many times larger the reach is after a better bound, or smaller after a worse one. As long as nothing was seen
-that fits, cuts know no end of multipliers; and what messages round to under far too large ones is good at nothing."""
+"""The factor by which the largest distance grows after a better bound, or falls after a worse one.
+
+Until a choice fits, cuts do not limit multipliers. Choices rounded under far too large multipliers are bad at
+everything.
+"""
 
 _NEAREST = 1.0
-"""Part of the largest multiplier by which others may be above the best, however near the reach is."""
+"""The share of the largest multiplier by which others may always exceed the best, however small the distance is."""
 
 _POINTS_WEIGHED = 16
-"""Most program points that get a multiplier: 3 in a training step of 139 nodes whose memory binds. The bound is true
-without one, and what is over the limit there is repaired or left out."""
+"""The most program points with a multiplier. A training step of 139 nodes whose memory binds has 3.
+
+The bound holds without one, and choices over the limit at other points are repaired or dropped.
+"""
 
 
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
     """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value].
 
-    None is above the previous one by more than `reach`, in the cost of the dearest choice for the most bytes by which
-    any is over the limit or below it, or by more than a part of the largest; also whether one is above by as much.
+    No multiplier exceeds the previous one by more than `reach` or a share of the largest. The unit of `reach` is the
+    cost of the dearest choice, divided by the largest distance in bytes from the limit. Also returns whether one
+    multiplier is at this bound.
     """
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
     count, before = slack.shape[1], previous * unit_bytes / unit_cost

@@ -1,17 +1,17 @@
-r"""Make one choice of many: the cheapest that takes from each what it has best.
+r"""Combines many choices into one: the cheapest combination of their options that fits.
 
-Under multipliers for memory every choice that messages round to is good at something, and few fit (`dual_search`). What
-they agree on is mostly right; where they differ, a mixed-integer program decides:
+Under multipliers for memory, each rounded choice is good in some variables, and few choices fit (`dual_search`).
+Options on which all choices agree are mostly optimal. A mixed-integer program decides the others:
 
-1. Of each variable keep the options that any choice seen has, and forbid the others.
-2. Solve the rest, for what is cheaper than the incumbent. Memory binds at few program points, and which ones is not
-   known before: where what is found takes too much, add the rows of those points, and solve again. Each problem that is
-   solved is a relaxation of the rest; so the first choice that fits is the best of it, as far as its tree was searched.
+1. Keep the options of each variable that any choice seen has, and forbid the others.
+2. Search the rest for a choice that is cheaper than the incumbent. Memory binds at few program points, which are not
+   known in advance. If the solution exceeds the limit at some points, add their rows, and solve again. Each solved
+   problem is a relaxation of the rest. So the first choice that fits is optimal in it, as far as its tree was searched.
 
-That a tour which is best among the edges of some good ones is better than each is known of the travelling salesman
-(Cook and Seymour, "Tour Merging via Branch-Decomposition", 2003), and of mixed-integer programs, where most of what
-solutions and relaxations agree on is fixed (Danna, Rothberg and Le Pape, "Exploring relaxation induced neighborhoods to
-improve MIP solutions", 2005). What is proven of the rest bounds nothing but that.
+Travelling salesman solvers do the same: they merge good tours into a better one (Cook and Seymour, "Tour Merging via
+Branch-Decomposition", 2003). Mixed-integer solvers fix variables on which solutions and relaxations agree (Danna,
+Rothberg and Le Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", 2005). A bound of the rest
+is no bound of the whole problem.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ from passes.solver.dual_state import DualState
 from passes.solver.solve_milp import Effort, solve_milp
 
 _COLUMNS = 1e5
-"""Columns of all nodes of the solver's tree: some 80 nodes of a Llama of 13 billion whose alike blocks are left out,
-which take 0.3 s, and 20 of a GPT-2 of two layers. Of that, 100 nodes took up to 20 s, and made steps 0.9 % cheaper or
-none (limits of 0.2 to 0.7 of its memory, 2026-11-28)."""
+"""The most columns over all nodes of the solver's tree.
+
+This allows some 80 nodes (0.3 s) for a Llama of 13 billion with left-out blocks, and 20 for a GPT-2 of two layers. For
+GPT-2, 100 nodes took up to 20 s, and made steps at most 0.9 % cheaper. Limits were 0.2 to 0.7 of its memory
+(2026-11-28).
+"""
 
 _SOLVED = 40
-"""Problems that are solved, each with more rows than the one before."""
+"""The most problems that are solved, each with more rows than the one before."""
 
 _ROUNDING = 1e-9
-"""Part of the costs by which a solver may be wrong: what differs by less is as cheap."""
+"""The relative tolerance of a solver in costs: smaller differences count as equal."""
 
 
 def merge(state: DualState, tolerance: float) -> None:
     """Improve the incumbent of a state, or find one, from the choices that it has seen.
 
     Args:
-        state: after rounds of message passing.
-        tolerance: relative gap at which the search is content.
+        state: the state after rounds of message passing.
+        tolerance: relative gap at which the search ends.
     """
     if not state.cuts:
         return
@@ -70,7 +73,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Which options of each variable any choice seen has."""
+    """Masks of the options of each variable that any choice seen has."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):
@@ -79,7 +82,7 @@ def _seen(state: DualState) -> list[np.ndarray]:
 
 
 _MOST_PEAKS = 4
-"""Points whose rows are added at a time."""
+"""The most points whose rows are added at a time."""
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:

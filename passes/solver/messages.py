@@ -1,8 +1,8 @@
-"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near it.
+"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
-Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
-Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is program
-order, and back; each pass back ends in a bound that never falls while the costs stay.
+The algorithm is sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is
+program order, and then backwards. Each backward pass gives a bound that never falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Messages:
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
         """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
 
-        What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
+        Forbidden options cost the most that any bytes can save in addition, so that they stay the dearest.
         """
         self._costs, self._tables = list(self._base), list(self._base_tables)
         weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
@@ -59,7 +59,7 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Some passes forth and back: the best bound of all, and the choice that the last one rounded to."""
+        """Run some forward and backward passes: the best bound of all, and the rounded choice of the last pass."""
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._round() if not left else ()
@@ -68,7 +68,9 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""
+        """The costs of each edge, with the earlier variable's options as rows; edges that share a table share the
+        result.
+        """
         made: dict[tuple[int, bool], Floats] = {}
         for edge in self._problem.edges:
             key = (id(edge.cost), edge.tail < edge.head)
@@ -77,7 +79,7 @@ class Messages:
         return [made[id(edge.cost), edge.tail < edge.head] for edge in self._problem.edges]
 
     def _round(self) -> tuple[int, ...]:
-        """A choice, variable by variable, given what those before chose and what comes back from those behind."""
+        """A choice, variable by variable, given the choices of earlier variables and the messages of later ones."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -112,7 +114,7 @@ class Messages:
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
             share = self._share[variable]
-            # shares go on with the messages, whatever is the same for all options too; what stays here is the bound's
+            # # shares move on with the messages, even parts equal for all options; the rest stays in the bound
             if len(earlier) * share < 1:
                 bound += (1 - len(earlier) * share) * float(_least(belief))
             shared = share * belief
@@ -122,7 +124,7 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
+        """Change one variable at a time while that lowers the weighed cost (iterated conditional modes)."""
         current = list(choice)
         changed = True
         while changed:
@@ -155,11 +157,11 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class _Barred:
-    """Where options and pairs are that are not allowed.
+    """The forbidden options and pairs.
 
     Args:
-        options: by variable which of its options, of those that have any.
-        pairs: by edge which of its pairs, likewise; edges that share a table share these.
+        options: variable to a mask of its forbidden options, if there are any.
+        pairs: edge to a mask of its forbidden pairs, if there are any; edges that share a table share the mask.
     """
 
     options: Mapping[int, np.ndarray]
@@ -167,7 +169,7 @@ class _Barred:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float) -> _Barred:
-        """What costs `cap`."""
+        """Options and pairs with cost `cap`."""
         known: dict[int, np.ndarray] = {}
         for table in tables:
             if id(table) not in known:
@@ -177,7 +179,7 @@ class _Barred:
         return cls(*({key: flags for key, flags in of.items() if flags.any()} for of in (options, pairs)))
 
     def raise_by(self, most: float, costs: list[Floats], tables: list[Floats]) -> None:
-        """Add `most` to what they cost; tables that were shared still are where all is allowed."""
+        """Add `most` to their costs; shared tables without forbidden pairs stay shared."""
         for variable, flags in self.options.items():
             costs[variable] = costs[variable] + most * flags
         for number, flags in self.pairs.items():
@@ -185,7 +187,7 @@ class _Barred:
 
 
 def _spread(row: MemoryRow) -> float:
-    """Bytes by which two choices can differ in a row, at most."""
+    """The most bytes by which two choices can differ in a row."""
     return sum(float(np.ptp(sizes)) for sizes in (*row.variables.values(), *row.edges.values()) if sizes.size)
 
 
@@ -194,17 +196,17 @@ _least = np.minimum.reduce
 
 
 class _Vectors:
-    """Messages along edges, one after the other in one array."""
+    """Messages along edges, one after another in one array."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._all = np.zeros(int(self._lengths.sum()))
         self.each = np.split(self._all, self._starts[1:])
-        """Views, which hold what is written into them."""
+        """Views, which write through to the array."""
 
     def from_zero(self) -> None:
-        """Take its least element from each, so that they stay small; that changes no bound and no choice."""
+        """Subtract from each message its least element, which keeps messages small and changes no bound or choice."""
         if len(self._all):
             self._all -= np.repeat(np.minimum.reduceat(self._all, self._starts), self._lengths)
 
@@ -215,7 +217,7 @@ def _forward(edge: Edge) -> Floats:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """A finite cost that stands for an infinite one: above the cost of every choice that is allowed."""
+    """A finite cost in place of an infinite one: above the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

@@ -15,7 +15,7 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """While this is open, or the function runs that it decorates; the process has as many as before after it."""
+    """Limit BLAS to one thread in a context or a decorated function; afterwards the process has its old number."""
     with _libraries().limit(limits=1, user_api="blas"):
         yield
 

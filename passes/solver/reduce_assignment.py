@@ -1,14 +1,14 @@
-"""Make an assignment smaller without losing its optimum.
+"""Makes an assignment smaller without losing its optimum.
 
 Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
 nothing changes:
 
-1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more by itself, no more against
-   every option of every neighbour, and needs no more memory in any row; and if it is forbidden, by itself or against
-   every option of a neighbour, while some other is not.
-2. *Elimination.* A variable that no memory row mentions and that has at most two neighbours goes: for each pair of
-   options of the neighbours its best option is known, and its cost moves onto the edge between them (onto the
-   neighbour's own cost, or into a constant, where it has one neighbour or none). `expand` undoes this.
+1. *Dominated options.* Option `i` of a variable is removed if an option `j` costs no more, by itself and against
+   every option of every neighbour. `j` must also need no more memory in any row. An option that is forbidden by
+   itself, or against every option of a neighbour, is removed if some other option is allowed.
+2. *Elimination.* A variable without memory rows and with at most two neighbours is removed. For each pair of options of
+   the neighbours its best option is known, and its cost moves onto the edge between them. With one neighbour, the cost
+   moves onto that variable's own cost, and with none into a constant. `expand` undoes this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 _MAX_TABLE = 40_000_000
-"""Largest table (options of a variable times those of its two neighbours) that elimination builds."""
+"""The largest table (options of a variable times those of its two neighbours) that elimination builds."""
 
 _Decide = Callable[[list[int]], int]
 
@@ -31,8 +31,8 @@ class Reduced:
     """A smaller assignment with the same optimum, less `constant`, and the way back.
 
     Args:
-        problem: what is left; may have no variable.
-        constant: cost of what was eliminated, seconds.
+        problem: the remaining assignment; may have no variable.
+        constant: cost of the eliminated variables, seconds.
     """
 
     problem: Assignment
@@ -42,7 +42,7 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice for the whole assignment that belongs to `choice` for the reduced one."""
+        """The choice of the whole assignment for a choice of the reduced one."""
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
             full[variable] = int(self._options[variable][option])
@@ -70,7 +70,7 @@ def reduce_assignment(problem: Assignment) -> Reduced:
 
 @dataclass(slots=True)
 class _State:
-    """Costs, tables and memory of the variables that are left, changed in place."""
+    """Costs, tables and memory of the remaining variables, changed in place."""
 
     costs: list[Floats]
     tables: dict[tuple[int, int], Floats]
@@ -157,7 +157,7 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Remove `variable` if the rules allow it; whether it went."""
+        """Remove `variable` if the rules allow it; returns whether it was removed."""
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False
@@ -239,7 +239,7 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """Indices of the rows, less each that is nowhere below some other; of equal rows the first stays."""
+    """Indices of the rows, without rows that are nowhere below some other row; of equal rows the first stays."""
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
     for row in order:

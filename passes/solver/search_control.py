@@ -1,8 +1,8 @@
-"""What stands between a running search and its user: it says how the search goes, and whether it is to end.
+"""The channel between a running search and its user: progress one way, and a request to stop the other.
 
 Searches end by counted work (rounds, nodes of a tree, attempts), so that a question has one answer on every machine.
-The time that a user gives is a ceiling over all searches of a plan; where it ends one that would have gone on, that is
-noted, as the plan may be another one on another day.
+The user's time budget is a ceiling over all searches of a plan. If the ceiling cuts a search short, a warning says so,
+since the plan may differ on another day.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How a search stands.
+    """The progress of a search.
 
     Args:
-        problem: what is searched: a known recipe, or the whole.
-        best: the cheapest choice so far that fits, seconds; infinite where there is none yet.
-        lower_bound: proven: no choice of the problem is cheaper, seconds.
+        problem: the name of the problem: a known recipe, or the whole.
+        best: the cheapest choice so far that fits, seconds; infinite if there is none yet.
+        lower_bound: a proven lower bound of every choice's cost, seconds.
     """
 
     problem: str
@@ -41,7 +41,7 @@ class Ceiling:
 
     Args:
         until: a time of `time.monotonic`.
-        has_cut: it ended a search that would have gone on.
+        has_cut: whether the ceiling has cut a search short.
     """
 
     until: float = math.inf
@@ -49,16 +49,16 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """That of searches which begin now."""
+        """The ceiling for searches that begin now."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Whether it is reached; asked where a search would go on, and nowhere else, as it notes that it cut one."""
+        """Whether the time is over. Call it only before a search would go on, since it notes that a search was cut."""
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(
-                "time_budget_s was up before the search for a plan had ended: with more time, or on a machine that is "
-                "faster or less busy, the plan may be another"
+                "time_budget_s was over before the search for a plan ended. A larger time_budget_s, or a faster or "
+                "less busy machine, may give a better plan"
             )
         return self.has_cut
 
@@ -67,19 +67,19 @@ _STOPPED = "the search was stopped before its problem was built"
 
 
 class SearchStopped(KeyboardInterrupt):
-    """A search was stopped while it had nothing to give, as its problem was not built yet."""
+    """A search was stopped before its problem was built, so there is no choice."""
 
 
 @dataclass(slots=True)
 class SearchControl:
-    """Handed down to all searches for one plan.
+    """The control of all searches for one plan.
 
     Args:
-        show: told now and then how the search stands.
-        is_stopped: searches end as soon as they have something to give; set from outside.
-        problem: what is searched now.
-        is_building: a problem is being built; see `building`.
-        ceiling: of this search, and of others for the same plan.
+        show: receives the progress of the search now and then.
+        is_stopped: set from outside; searches then end as soon as they have a choice.
+        problem: the name of the current problem.
+        is_building: whether a problem is being built; see `building`.
+        ceiling: the ceiling of all searches for the plan.
     """
 
     show: Callable[[Progress], None] | None = None
@@ -90,7 +90,7 @@ class SearchControl:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """That of a search which begins now, and may take so long."""
+        """The control for a search that begins now, and may take `seconds`."""
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
@@ -120,7 +120,7 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Within, nothing is shown: what bounds a part of a problem does not bound the whole."""
+        """Show no progress within this context, since a bound of a part of a problem is no bound of the whole."""
         show, self.show = self.show, None
         try:
             yield

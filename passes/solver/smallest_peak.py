@@ -1,8 +1,8 @@
-"""Find a choice of the smallest peak memory in a large assignment: what decides whether anything fits.
+"""Finds a choice of the smallest peak memory in a large assignment, which decides whether any choice fits.
 
-The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points:
-each round, the choice minimises the weighed memory (by message passing), and points that it uses most gain weight
-(multiplicative weights; Arora, Hazan and Kale, 2012). The smallest peak seen is kept.
+The peak is the maximum over program points. Its minimisation is a game between the choice and a distribution over
+points. In each round, the choice minimises the weighed memory (by message passing). Points with the most memory in use
+gain weight (multiplicative weights; Arora, Hazan and Kale, 2012). The smallest peak seen is kept.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def choice_of_smallest_peak(
     """The choice with the smallest peak that was found (see the module's docstring).
 
     Args:
-        problem, usage, row_at: as of `DualSearch`.
-        enough: a peak, in bytes, that need not be made smaller.
-        hopeless: bytes: once it is proven that every peak is above, nothing is returned.
-        control: may stop it.
+        problem, usage, row_at: the same as for `DualSearch`.
+        enough: a peak, in bytes, at which the search ends.
+        hopeless: bytes; once every peak is proven to be above, the result is empty.
+        control: may stop the search.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -70,7 +70,7 @@ def choice_of_smallest_peak(
 
 
 def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
-    """The same problem where whatever is allowed costs nothing, and what is not, many times the memory that is used."""
+    """The same problem with zero costs for allowed options. Forbidden options cost many times the memory in use."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(costs), 0.0, forbidden)

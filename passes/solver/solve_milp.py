@@ -1,8 +1,8 @@
-r"""Solve an assignment as a mixed-integer program with HiGHS.
+r"""Solves an assignment as a mixed-integer program with HiGHS.
 
 Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
-pair of groups `(r, c)` of edge `(u, v)` is in force. Options that cost and weigh the same against all of the other side
-form one group, so an edge has far fewer `f` than pairs of options.
+pair of groups `(r, c)` of edge `(u, v)` is chosen. Options with equal costs and bytes against all options of the other
+side form one group. So an edge has far fewer `f` than pairs of options.
 
 .. math::
     \min \sum_{v,o} c_{vo} x_{vo} + \sum_{uv,rc} C_{uv,rc} f_{uv,rc}
@@ -37,7 +37,7 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 class Effort:
     """Limits of the search of a program: the relative gap at which it ends, and the most columns of all nodes.
 
-    A node has all columns of the program: of a larger one there are fewer nodes, as each takes longer.
+    A node has all columns of the program. So a larger program gets fewer nodes, since each takes longer.
     """
 
     relative_gap: float
@@ -58,16 +58,17 @@ def solve_milp(
     below: float = math.inf,
     effort: Effort = WHATEVER_IT_TAKES,
 ) -> Solution | None:
-    """A cheapest choice that fits, or None if none does.
+    """A cheapest choice that fits, or None if no choice fits.
 
     Args:
         problem: the assignment.
-        control: told the bound; if it stops the solver, the best choice so far is taken, with the bound proven by then.
-        below: seconds; a choice that costs so much is as good as none.
-        effort: after which that is so, too.
+        control: receives the bound; if it stops the solver, the best choice so far is taken, with the bound proven by
+            then.
+        below: seconds; a choice of this cost or more counts as none.
+        effort: the limits of the search, after which the best choice so far is taken, too.
 
     Raises:
-        TimeoutError: it was stopped, or that effort went by, before any choice was found.
+        TimeoutError: the search was stopped, or the effort was spent, before any choice was found.
     """
     if control is not None and control.is_over():
         raise TimeoutError("the search was over before anything was solved")
@@ -94,7 +95,7 @@ _GoesOn = Callable[[float], bool]
 
 
 def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
-    """A choice that the solver has may not fit at points whose rows are not known yet, so only its bound is shown."""
+    """A callback that shows the bound only: the solver's choice may not fit at points whose rows are not known yet."""
     if control is None:
         return None
 
@@ -211,7 +212,7 @@ class _Model:
         below: float = math.inf,
         effort: Effort = WHATEVER_IT_TAKES,
     ) -> bool:
-        """Solve; whether a choice was found (False: none costs less than `below`)."""
+        """Solve; returns whether a choice was found (False: no choice costs less than `below`)."""
         highs = self._highs
         for option, value in _options(effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
@@ -235,9 +236,10 @@ class _Model:
         return True
 
     def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
-        """What the solver calls between two steps, in the main thread's Python: so Ctrl-C is seen here.
+        """Called by the solver between two steps, in the main thread's Python, so that Ctrl-C works.
 
-        No exception is to pass through the solver, whose code does not expect one: it is raised behind it.
+        No exception may pass through the solver, whose code does not expect one. So it is raised after the solver
+        returns.
         """
         try:
             is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
@@ -291,10 +293,12 @@ _WITHOUT_DETOURS = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
-"""The solver is not to begin anew, nor to look for good choices in smaller programs. Where memory binds it needs few
-nodes; three quarters of its time went there. Nine problems took 20.9 s with both, 5.1 s with neither (HiGHS 1.15). Nor
-is it to guess choices before its first relaxation, or to look for symmetries: ten problems without memory rows, whose
-relaxations are whole, took 0.85 to 1.01 s with both, 0.49 s with neither."""
+"""Switches off restarts and searches for good choices in smaller programs.
+
+If memory binds, the solver needs few nodes, and three quarters of its time went into these. Nine problems took 20.9 s
+with both, 5.1 s with neither (HiGHS 1.15). Heuristics before the first relaxation and symmetry detection are off too.
+Ten problems without memory rows, whose relaxations are integral, took 0.85 to 1.01 s with both, 0.49 s with neither.
+"""
 
 
 def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
@@ -311,7 +315,7 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """A factor that brings the costs to about a thousand."""
+    """A factor that scales the costs to about a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0

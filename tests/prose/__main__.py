@@ -58,6 +58,7 @@ ENFORCED = (
     "passes/preparation",
     "passes/questions",
     "passes/recomputation",
+    "passes/solver",
     "passes/verification",
     "tests/checkpoints",
     "tests/docs",
