@@ -1,12 +1,16 @@
-"""Which of the choices that a search found is fastest as it is lowered, and how long the steps of known recipes take.
+"""Lowers the choices that a search found, and takes the choice with the shortest predicted step.
 
-The search adds up what a step does. What runs puts collectives into buckets and hides them, in some plans more than in
-others, and never what is recomputed. So the lowered programs decide:
+The search adds up the prices of all operators and collectives. Lowering puts collectives into buckets and hides buckets
+behind computation, in some plans more than in others. Recomputed collectives gain nothing from this. So the lowered
+programs decide:
 
-1. the search's own choice is lowered;
-2. each other choice has a rough step, by the prices of the problem, scaled by what lowering made of the search's own;
-3. the choices whose rough step is near the fastest step are lowered, the shortest first;
-4. the plan is the one of the shortest step. Known recipes that were not lowered are when their step is first read.
+1. The search's own choice is lowered.
+2. Each other choice gets a rough step time: the sum of its prices, scaled. By the same scale, the search's own choice
+   has its predicted step.
+3. Choices whose rough step is near the fastest step are lowered, the shortest rough step first.
+4. The plan is the lowered program with the shortest step.
+
+The plan also reports the steps of known recipes. A recipe that was not lowered is lowered when its step is first read.
 """
 
 from __future__ import annotations
@@ -32,10 +36,11 @@ from passes.recomputation.whole_blocks import joint_with_blocks
 from passes.solver.assignment import Solution
 
 _NEAR, _VERY_NEAR = 0.2, 0.05
-"""Part by which a rough step is too long at most; the second one without inner blocks, and on one machine's CPUs.
+"""The largest share by which a rough step may exceed the lowered step.
 
-Rough steps are scaled by what lowering made of the search's own. Of 110 choices of some fifteen models they were at
-most 1.16 of the lowered step on L4s and H100s, 1.03 in programs without inner blocks, and 1.03 on CPUs (2026-11-29)."""
+`_VERY_NEAR` is for programs without inner blocks, and for one machine's CPUs. Measured on 110 choices of some fifteen
+models (2026-11-29): rough steps were at most 1.16 times the lowered step on L4s and H100s. The ratio was at most 1.03
+in programs without inner blocks, and on CPUs."""
 
 _ALIKE = 0.02
 """Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
@@ -46,12 +51,12 @@ class Decision:
     """The decision of a search.
 
     Args:
-        planning: the planning problem of the program as it will run, with what is recomputed.
+        planning: the planning problem of the program as it will run, with recomputed nodes.
         solution: one option per variable of `planning`.
-        recompute: what is recomputed.
-        offload: what is offloaded.
+        recompute: the recomputed values.
+        offload: the offloaded values.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
-        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
+        bucketed: the best solution if collectives of parameters and gradients are priced in buckets, less hidden time.
     """
 
     planning: PlanningProblem
@@ -63,13 +68,13 @@ class Decision:
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """The plan of the shortest predicted step among the choices of a search, with the steps of known recipes.
+    """The plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
 
     Args:
-        planning: the problem without what is recomputed.
+        planning: the problem without recomputed nodes.
         found: the choices.
-        cluster, options: what the search was for. Once it is over no others are lowered; known recipes that may be
-            faster than the plan are then left out.
+        cluster, options: the cluster and the options of the search. After its time budget no further choice is lowered.
+            Known recipes that may be faster than the plan are then left out.
     """
     lowering = _ChoiceLowering(planning, found.solution.lower_bound, cluster, options)
     own = lowering(found.solution, found.planning)
@@ -104,7 +109,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
-    """The known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
+    """The known recipe with the shortest rough step, if it may be faster than the plans on other meshes."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
@@ -114,7 +119,7 @@ def nearest_recipe(
 def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
-    """The steps of known recipes, each lowered when it is read."""
+    """The steps of known recipes; a recipe is lowered when its step is first read."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
@@ -125,7 +130,7 @@ _Choice = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceLowering:
-    """Lowers choices of a problem for a cluster; `lower_bound` is of the search."""
+    """Lowers choices of a problem for a cluster; `lower_bound` is the bound that the search proved."""
 
     planning: PlanningProblem
     lower_bound: float
@@ -134,7 +139,7 @@ class _ChoiceLowering:
 
     @property
     def near(self) -> float:
-        """The most that a rough step may be of the fastest step, for the choice to be lowered."""
+        """A choice is lowered if its rough step is at most this multiple of the fastest step."""
         is_exact = bool(self.planning.repeated.sites) or overlap_of(self.cluster) is None
         return 1 + (_VERY_NEAR if is_exact else _NEAR)
 
@@ -144,23 +149,23 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """The predicted step of a plan; None where it does not fit."""
+        """The predicted step of a plan; None if the plan does not fit."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
     def step_of(self, found: Solution) -> float | None:
-        """The predicted step of a choice; None where it does not fit."""
+        """The predicted step of a choice; None if the choice does not fit."""
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """The step of a choice, about."""
+        """A rough step time of a choice, by the prices of the problem."""
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Steps of choices, about, by what lowering made of the search's own."""
+    """Rough steps of choices, scaled so that the search's own choice has its predicted step."""
     if not others:
         return {}
     rough_s = lowering.rough_step_s(found.solution, found.planning)
@@ -169,9 +174,9 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """The plan of the shortest step; on CPUs, of those as fast, the one that launches least.
+    """The plan with the shortest step. On CPUs, plans of about this speed count as equal, and the fewest launches win.
 
-    No plan is taken that is slower than a known recipe, whose steps are `known_s`.
+    The steps of known recipes are `known_s`. A plan that is slower than a known recipe is not taken.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

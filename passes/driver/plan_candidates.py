@@ -27,15 +27,15 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what made it.
+    """A plan, with its planner and program.
 
     Args:
-        planner: that made it.
+        planner: the planner that made the plan.
         request: the call of a micro-batch.
-        program: the traced program; with stages, before it was cut.
+        program: the traced program; with stages, the program before the cut.
         plan: the plan.
         stage_plans: the planner of stages; None without stages.
-        stages: the lowered stages; none without.
+        stages: the lowered stages; empty without stages.
     """
 
     planner: Planner
@@ -52,7 +52,7 @@ class Planned:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it recomputes and offloads nothing."""
+        """Whether the plan recomputes and offloads nothing."""
         return not self.plan.recompute.nodes and not self.plan.offload.nodes
 
 
@@ -65,13 +65,13 @@ def plan_candidates(
     """The fastest plan of any candidate.
 
     Args:
-        planner: with all else that was asked for. Its time budget is for all candidates together.
+        planner: the planner with the user's options. Its time budget is for all candidates together.
         candidates: in the order tried.
-        request_of: the call of a micro-batch, by how many a step has.
-        check_stages: raises `NotAvailableError` where stages do not go with what was asked for.
+        request_of: maps the number of micro-batches of a step to the call of one micro-batch.
+        check_stages: raises `NotAvailableError` if the user's options exclude stages.
 
     Raises:
-        AutoshardError: no candidate has a plan; of the errors, the one of the least memory, or else the first.
+        AutoshardError: no candidate has a plan. The error is the one that asks for the least memory, or else the first.
     """
     planner, ceiling = replace(planner, traces=Traces()).begun()
     requests: dict[int, Request] = {}
@@ -109,13 +109,14 @@ def plan_candidates(
 
 
 _SLOWER = 1.05
-"""How many times the fastest step the last one takes at most for still more micro-batches to be tried."""
+"""More micro-batches are tried while the last step is at most this multiple of the fastest step."""
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether a candidate that is for memory may be faster than the plans before it.
+    """Whether a candidate that saves memory may be faster than the plans before it.
 
-    It is not where one of these keeps all values. More micro-batches are not, once the last ones were slower.
+    No such candidate is faster than a plan that keeps all values. Once more micro-batches made the step slower, still
+    more do not help.
     """
     if any(each.is_plain for each in found):
         return False
@@ -124,7 +125,7 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """The fastest plan of a candidate; one within its whole recipe, where time cut a search that found less."""
+    """Plan a candidate. If time cut the search, and its plan is slow, the candidate's exact recipe is planned too."""
     made, failure = None, None
     try:
         made = _plan_one(planner, candidate, request)
@@ -146,7 +147,7 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """The fastest plan of a candidate."""
+    """Find the fastest plan for the meshes, recipe and micro-batches of a candidate."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
@@ -172,6 +173,6 @@ def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
 
 
 def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
-    """The error of the candidate that needs the least memory, or else the first one."""
+    """The error of the candidate that needs the least memory, or else the first error."""
     too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
     return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]

@@ -1,6 +1,6 @@
 """The stages of a recipe's pipeline: which blocks each has, on which rank it is, and how its schedule runs them.
 
-The first stage also has what comes before the blocks, the last what comes after.
+The model's ends are its parts before and after the blocks. The first stage has the first end, the last stage the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stage:
 
 
 def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
-    """The stages of a model's blocks, in order; the ends go with the first and the last."""
+    """The stages of a model in order, with its blocks shared out; the ends go with the first and the last stage."""
     counts = _block_counts(len(blocks), recipe)
     stages, start = [], 0
     for index, count in enumerate(counts):
@@ -64,7 +64,7 @@ def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8192)
 def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[int, ...]:
-    """Blocks on each of some stages, as even as can be; with `split_ends` the ends count as blocks.
+    """The number of blocks on each stage, as even as possible. With `split_ends` each end counts as a block.
 
     Example:
         >>> even_blocks(10, 4), even_blocks(10, 4, split_ends=True)
@@ -79,7 +79,7 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """How often each pipeline rank has each layer class, as its schedule lays the stages out, [ranks, classes]."""
+    """The layers of each class on each pipeline rank, [ranks, classes]; the schedule places the stages on ranks."""
     counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
@@ -94,7 +94,7 @@ def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """By pipeline rank, micro-batches that each of its stages holds at its peak; times do not change them."""
+    """For each pipeline rank, the most micro-batches that it holds at once, per stage; independent of times."""
     if recipe.pipeline == 1:
         return (1.0,)
     counts = most_in_flight(recipe.chosen_schedule, recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
@@ -102,15 +102,15 @@ def in_flight(recipe: Execution) -> tuple[float, ...]:
 
 
 def cuts_backward(recipe: Execution) -> bool:
-    """Whether a pipeline's schedule cuts backwards in two."""
+    """Whether the schedule cuts each backward in two (gradients of inputs, gradients of weights)."""
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
 def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
-    """Seconds of the pipeline.
+    """Seconds of all micro-batches of a step in the pipeline.
 
     Raises:
-        RecipeError: the schedule does not take so many micro-batches or virtual stages.
+        RecipeError: the schedule does not allow this number of micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
         (only,) = stages
