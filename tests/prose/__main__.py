@@ -36,6 +36,7 @@ ENFORCED = (
     "cost_models",
     "docs",
     "examples",
+    "passes/driver",
     "passes/lowering",
     "passes/memory",
     "passes/padding",
