@@ -85,7 +85,7 @@ class BaselineSteps(Mapping[str, float | None]):
     Args:
         names: the recipes.
         known: the steps that are known already.
-        predict: gives the step of each other recipe, when it is first read.
+        predict: gives the step of each other recipe, at its first read.
     """
 
     names: Sequence[str]

@@ -130,7 +130,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
         tail, head = choice[planning.classes[link.tail]], choice[planning.classes[link.head]]
         alone_s += runs[index] * float(_alone(planning, link)[tail, head])
         seconds = runs[index] * _chosen_s(planning, link, tail, head, price)
-        is_last = planning.space.sites[link.tail].phase == "update"  # behind it nothing is left to compute
+        is_last = planning.space.sites[link.tail].phase == "update"  # # no computation follows
         sent_s, last_s = (sent_s, last_s + seconds) if is_last else (sent_s + seconds, last_s)
     others_s = max(0.0, planning.assignment.cost_of(choice) - alone_s)
     hidden_s = min(_MOST_HIDDEN * sent_s, others_s) if planning.prices.cluster.device.dispatch_s else 0.0

@@ -83,7 +83,7 @@ class PlanningProblem:
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def adding_s(self, choice: Sequence[int]) -> float:
-        """Seconds to add the gradients of one micro-batch to the sums of those before it."""
+        """Seconds of adding the gradients of one micro-batch to the sums of earlier ones."""
         counts = self.counts()
         return sum(
             counts.get(fan_out, 1)

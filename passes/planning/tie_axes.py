@@ -65,7 +65,7 @@ def _warn(mesh: Mesh, groups: Groups, seconds: float, time_budget_s: float) -> N
     tied = " and ".join(", ".join(map(repr, group)) for group in groups if len(group) > 1)
     _LOGGER.warning(
         "a search over each axis of %s would take some %.0f s, and time_budget_s leaves %.0f s: axes %s split the same "
-        "dims of all tensors; give it more time, or constraints that tell them apart",
+        "dims of all tensors. Raise time_budget_s, or give constraints that treat these axes differently",
         *(mesh, seconds, time_budget_s, tied),
     )
 

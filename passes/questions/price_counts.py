@@ -1,4 +1,4 @@
-"""Counts of the price of a recipe under another runtime, as expressions in sizes.
+"""Counts of a recipe's price under another runtime, as expressions in sizes.
 
 1. Fold the model at a few lengths of its inputs, and price its layer classes there. Prices are taken for the recipe's
    micro-batch and for twice as many sequences, on the recipe's axes and on axes of one rank. Fit the FLOPs and bytes of

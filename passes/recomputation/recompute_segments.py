@@ -1,4 +1,4 @@
-"""Cut the forward into segments, within which values are recomputed from one another."""
+"""Cuts the forward into segments. Values are recomputed from values of their own segment."""
 
 from __future__ import annotations
 

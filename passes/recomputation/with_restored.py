@@ -55,7 +55,7 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Bytes that the host holds for each rank at the end of the forward."""
+    """Bytes of host memory in use for each rank at the end of the forward."""
     space = planning.space
     copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
     specs, counts = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies), planning.counts()
