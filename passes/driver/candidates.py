@@ -101,8 +101,8 @@ _MOST_SHAPES, _NEAR, _NEAR_IF_SAVING, _SLOW = 3, 1.05, 1.5, 1.5
 slowdown for recipes that recompute or offload. The last is a plan's slowdown against its recipe after a search that
 time cut.
 
-A plan recomputes single values, a recipe whole blocks. On 64 H100s, the plan of a Llama-3 8B recipe priced 15 % slower
-was 14 % faster, within 60 % of a device's memory.
+A plan recomputes single values, a recipe whole blocks. For example, a Llama-3 8B on 64 H100s had 60 %
+of a device's memory. There the plan of a recipe priced 15 % slower was 14 % faster.
 """
 
 _AXES_IN_TIME = 2

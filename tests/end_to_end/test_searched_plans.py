@@ -97,7 +97,7 @@ def test_experts_that_are_found_run() -> None:
         ),
         (
             {"constraints": {"recompute": "selective"}},
-            r"keep constraints=\{'recompute': .* none has a program that compile runs.* runtime='megatron' prices",
+            r"keep constraints=\{'recompute': .* but compile runs none of these recipes.* runtime='megatron' prices",
         ),
     ],
 )
