@@ -1,1 +1,1 @@
-"""The planning problem of a program: built, restricted, searched, and its memory counted."""
+"""The planning problem of a program: building, restricting and searching it."""

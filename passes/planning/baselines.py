@@ -1,11 +1,11 @@
 """Known recipes as restrictions of the search space (`restrictions`), priced like any plan.
 
 * data parallel: every axis has the role "data";
-* ZeRO-1, where the plan is of a whole training step with state: every axis has the role "zero-1";
+* ZeRO-1, if the plan is for a whole training step with optimizer state: every axis has the role "zero-1";
 * fully sharded data parallel: every axis has the role "fsdp";
-* HSDP, on a mesh of several axes: the last axis has the role "fsdp", the others "data";
-* Megatron TP+SP, likewise: the last axis is "model", the others "data"; what lies along the sequence is searched;
-* the plan before, where there is one: each node as in a plan of this mesh or another, where that is possible.
+* HSDP, on a mesh of several axes: the last axis has the role "fsdp", the other axes "data";
+* Megatron TP+SP, on a mesh of several axes: the last axis is "model", the other axes "data";
+* the plan before, if there is one: each node as in a plan of this mesh or another mesh, if possible.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """The best plan of each recipe, None where none fits.
+    """Return the best plan of each recipe, or None if no plan of it fits.
 
-    Recipes that no plan within the user's constraints is, and those not looked at before the search was over, are left
-    out.
+    A recipe is absent if the user's constraints leave it no plan, or if the search ended before its turn.
 
     Args:
-        planning, search, allowed: as of the search itself.
-        before: a plan of the program, on this mesh or another.
-        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike and fits on one of
-            those of no more axes is left out: it would be much the same plan, of more collectives.
+        planning, search, allowed: the problem, its search and the allowed options, as in `Search`.
+        before: a plan of the program, on this mesh or another mesh.
+        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike is left out if it fits
+            on one of these meshes with no more axes. Its plan here would be much the same, with more collectives.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -80,12 +79,13 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineSteps(Mapping[str, float | None]):
-    """Predicted step of each known recipe, seconds; None where the recipe does not fit. Pickled as a dict of the known.
+    """Predicted step of each known recipe, seconds; None if the recipe does not fit. Pickled as a dict of the known
+    steps.
 
     Args:
-        names: of the recipes.
+        names: the recipes.
         known: the steps that are known already.
-        predict: gives the step of each other recipe, when it is first read.
+        predict: gives the step of each other recipe, at its first read.
     """
 
     names: Sequence[str]
@@ -111,13 +111,13 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether a known recipe is among baselines, and not known to need too much memory."""
+    """Whether a known recipe is among baselines, and may fit in memory as far as is known."""
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 
 
 def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
-    """Predicted step of each known recipe on the mesh where it is fastest; None where it fits on none."""
+    """Predicted step of each known recipe on its fastest mesh; None if the recipe fits on no mesh."""
     if len(baselines) == 1:
         return baselines[0]
     names = list(dict.fromkeys(name for each in baselines for name in each))
@@ -147,7 +147,7 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 
 
 def known_recipes(mesh: Mesh) -> dict[str, Roles]:
-    """The roles of each axis under each recipe."""
+    """Return the roles of each axis under each recipe."""
     *outer, inner = mesh.axis_names
     found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
     if outer:
@@ -157,7 +157,7 @@ def known_recipes(mesh: Mesh) -> dict[str, Roles]:
 
 
 def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
-    """The options whose results lie as in another plan, and, where there are such, whose operands do too."""
+    """Return the options whose results have the specs of another plan; their operands' specs decide between several."""
     masks: dict[int, np.ndarray] = {}
     for name, site in planning.space.sites.items():
         node = before.nodes.get(name)

@@ -1,6 +1,6 @@
-"""Recipes as restrictions of the search: each axis of the mesh has a role, and a role leaves options of values.
+"""Recipes as restrictions of the search: each mesh axis has a role, and a role allows some options of values.
 
-| role | parameters at rest | where they are used | gradients | optimizer state | inputs | what is computed from them |
+| role | parameters at rest | in use | gradients | optimizer state | inputs | results of inputs |
 |---|---|---|---|---|---|---|
 | data | whole | whole | | whole | split | split |
 | zero-1 | whole | whole | | split | split | split |
@@ -8,16 +8,15 @@
 | fsdp | split | whole: they are gathered | | split | split | split |
 | tensor | | split | | | | |
 
-each over the axis in question, as the search likes where nothing is said; other axes are free. What the calls of the
-forward read counts as used, behind views and fan-outs. Inputs are split along the batch; over "context", along the
-sequence. A restriction leaves out what no option of a value can do: a dim that does not divide, a value without such a
-dim.
+The table is about one axis; other axes are free, and the search decides empty cells. A value is *used* by the calls of
+the forward that read it, or that read a view or fan-out of it. Inputs are split along the batch; over "context", along
+the sequence. A restriction skips a value that no option can split, for example because the dim does not divide.
 
-The axes of a recipe are "pipeline" (stages, each with a program of its own), "replica" (copies of groups of ZeRO),
-"data", "expert", "context" and "model", the outermost first. "expert" shares out experts among ranks of data
-parallelism, and is one of its axes for all else. "model" does as Megatron-LM's tensor parallelism: it splits matrices
-where they are used, inputs are whole over it, and what normalisations give lies along the sequence with sequence
-parallelism, and does not without (Korthikanti et al., "Reducing activation recomputation in large transformer models",
+From the outermost, the axes of a recipe are "pipeline", "replica" (copies of ZeRO groups), "data", "expert", "context"
+and "model". Each stage of the pipeline has a program of its own. "expert" divides the experts among ranks of data
+parallelism; for other values it is one more axis of data parallelism. "model" is Megatron-LM's tensor parallelism. It
+splits matrices where they are used, and inputs are whole over it. With sequence parallelism, it splits results of
+normalisations along the sequence (Korthikanti et al., "Reducing activation recomputation in large transformer models",
 2022).
 """
 
@@ -48,19 +47,20 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Use of a mesh axis: whether each kind of value is split over it; None: as the search likes.
+    """Use of a mesh axis: whether each kind of value is split over it. None lets the search decide.
 
     Args:
         parameters: parameters at rest.
-        matrices: of parameters at rest, those of two dims or more.
+        matrices: parameters at rest of two dims or more.
         uses: matrices where the forward uses them.
         state: the optimizer's state.
         gradients: gradients as soon as they are made.
-        inputs: inputs, along `dim`; those that are not split along another dim either.
-        results: what the forward computes from inputs.
-        between: what the forward computes with vectors alone (norms), along the sequence, its last dim but one.
-        dim: of inputs: 0, the batch, or 1, the sequence.
-        experts: of matrices of experts, which the fields above then do not mean; None: they do.
+        inputs: inputs, along `dim`. Unsplit inputs are not split along another dim either.
+        results: values that the forward computes from inputs.
+        between: results of forward calls that read vectors and no matrix (norms), along the sequence, their last dim
+            but one.
+        dim: the dim of inputs: 0, the batch, or 1, the sequence.
+        experts: the use for matrices of experts, to which the fields above then do not apply; None: they apply.
     """
 
     parameters: bool | None = None
@@ -85,7 +85,7 @@ class Experts(StrEnum):
 
     @property
     def is_split(self) -> bool | None:
-        """Whether a rank has a part of them; None: as the search likes."""
+        """Whether a rank has a part of them; None: the search decides."""
         return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
@@ -100,17 +100,18 @@ _OF_ZERO: Mapping[int | None, Role] = {
     None: Role(uses=False),
     **dict(enumerate(ROLES[name] for name in ("data", "zero-1", "zero-2", "fsdp"))),
 }
-"""Role of an axis of replicas, by `Recipe.zero`."""
+"""Role of an axis of data-parallel ranks, by `Recipe.zero`."""
 
 MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Role of each axis of a mesh that a recipe restricts. An axis of whose fields none is given is free.
+    """Return the role of each mesh axis that a recipe restricts. An axis is free if the recipe gives none of its
+    fields.
 
     Raises:
-        RecipeError: the mesh is not that of the recipe.
-        NotAvailableError: the recipe does what no restriction of specs is.
+        RecipeError: the mesh does not fit the recipe.
+        NotAvailableError: the recipe is not a restriction of specs.
     """
     check_mesh(recipe, mesh)
     within = {None: Experts.FREE, 1: Experts.WHOLE}.get(recipe.expert_tensor, Experts.SPLIT)
@@ -127,10 +128,11 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
-    """The options that a recipe leaves. A stage of a pipeline may have nothing of what an axis splits.
+    """Return the options that a recipe allows. A pipeline stage may lack the values that an axis splits.
 
     Raises:
-        RecipeError, NotAvailableError: see `roles_of`; or the program has nothing that an axis could split as asked.
+        RecipeError: see `roles_of`; also if no value of the program can be split as the recipe requires.
+        NotAvailableError: see `roles_of`.
     """
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
@@ -143,21 +145,21 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
         if found is None:
             raise RecipeError(
                 f"{recipe.words}: nothing in the model can be split over axis {axis!r} of {planning.space.mesh} as "
-                "that asks. Leave the field free (None), or take a size that divides the model's dims."
+                "the recipe says. Leave the field free (None), or take a size that divides the model's dims."
             )
         masks = found
     return masks
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is that of a stage of a pipeline."""
+    """Whether a program is that of a pipeline stage."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
 def restrict_all(
     planning: PlanningProblem, roles: Roles, within: Masks | None = None, *, of_stage: bool = False
 ) -> Masks | None:
-    """The options under which each axis has its role; None if there are none. See `restrict`."""
+    """Return the options under which each axis has its role, or None if no options are left (`restrict`)."""
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
         masks = None if masks is None else restrict(planning, role, axis, masks, of_stage=of_stage)
@@ -172,11 +174,11 @@ def restrict(
     *,
     of_stage: bool = False,
 ) -> Masks | None:
-    """The options under which an axis has a role; None if the program has nothing that could be split so.
+    """Return the options under which an axis has a role, or None if no value of the program can be split so.
 
     Args:
-        within: the options that other axes leave.
-        of_stage: let the program have none of what is to be split.
+        within: the options that other axes allow.
+        of_stage: allow programs without any of the values to split.
     """
     masks: Masks = dict(within or {})
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
@@ -202,7 +204,7 @@ def restrict(
 
 
 _Splits = Iterator[tuple[str, list[bool]]]
-"""Sites, each with whether an axis splits a value there, for each of its strategies."""
+"""Pairs of a site and, for each of its strategies, whether an axis splits the value."""
 
 
 def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str, without: Collection[str]) -> _Splits:
@@ -235,7 +237,7 @@ def _gradients(planning: PlanningProblem, axis: str, without: Collection[str]) -
 
 
 def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
-    """Inputs, split along a dim; None: along any."""
+    """Inputs, split along `dim`; None: along any dim."""
     for slot in _batch_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[slot.node].strategies]
         if dim is None:
@@ -245,7 +247,9 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Matrices of experts where they are used, split along experts or not; shared out they are so at rest too."""
+    """Matrices of experts where they are used, split along experts or not. Experts that are divided are so at rest
+    too.
+    """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
             continue
@@ -261,7 +265,7 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
 
 
 def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
-    """The names of the parameters that are matrices of experts."""
+    """Return the names of the parameters that are matrices of experts."""
     return frozenset(
         slot.name
         for slot in planning.space.program.inputs_of(InputKind.PARAMETER)
@@ -276,18 +280,18 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 _FIRST_MATRIX = 3
-"""Index of the first matrix among the operands of a layer of experts; tokens, experts and router weights come first."""
+"""Index of the first matrix among the operands of a layer of experts, after tokens, experts and router weights."""
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Inputs, and values of them that stages before give."""
+    """Return the inputs, including values that earlier stages compute from inputs."""
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Results of the forward that depend on inputs, split or awaiting sums.
+    """Results of the forward that depend on inputs, split or partial.
 
-    Over an axis of sequences they are not split along the batch.
+    Over an axis that splits sequences, these results are not split along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -296,7 +300,7 @@ def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
 
 
 def _from_inputs(planning: PlanningProblem) -> list[str]:
-    """The calls of the forward whose results depend on inputs."""
+    """Return the calls of the forward whose results depend on inputs."""
     space = planning.space
     found = {slot.node for slot in _batch_inputs(planning)}
     operands: dict[str, list[str]] = defaultdict(list)
@@ -309,7 +313,7 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """The results of calls of the forward that read vectors and no matrix, along the sequence."""
+    """Results of forward calls that read vectors and no matrix, split along the sequence."""
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):
@@ -320,14 +324,14 @@ def _between(planning: PlanningProblem, axis: str) -> _Splits:
 
 
 def users(planning: PlanningProblem) -> list[str]:
-    """The calls of the forward that read matrices."""
+    """Return the calls of the forward that read matrices."""
     links = (link for slot in matrices(planning) for link in uses_of(planning, slot.node))
     heads = dict.fromkeys(link.head for link in links)
     return [head for head in heads if planning.space.sites[head].results]
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Keep the options of a site that split, or those that do not, if there are any; whether there are."""
+    """Keep the options of a site that split, or those that do not split; return False if there are none."""
     mask = np.array(options) == split
     variable = planning.classes[site]
     both = mask & masks.get(variable, mask)
@@ -338,7 +342,7 @@ def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[
 
 
 def matrices(planning: PlanningProblem) -> list[InputSlot]:
-    """The parameters of two dims or more; of all if there are none."""
+    """Return the parameters of two dims or more, or all parameters if there are none."""
     slots = planning.space.program.inputs_of(InputKind.PARAMETER)
     return [slot for slot in slots if _ndim(planning, slot) > 1] or list(slots)
 

@@ -1,1 +1,1 @@
-"""Values of the forward that are computed again, or fetched from the host, instead of kept."""
+"""Restore values of the forward in the backward, by recomputation or from the host, instead of keeping them."""

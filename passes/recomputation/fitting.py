@@ -1,8 +1,8 @@
-"""Search until a choice is found that fits by the count of its lowered program.
+"""Repeat a search until its choice fits by the count of the lowered program.
 
-A search counts memory by tables, about. Where the tables count too little, the search is repeated with as many bytes
-less to spend. Where they count too much, the search may find nothing: the choice that is smallest by their count may
-still fit.
+A search counts memory by approximate tables. If the tables count too little, the search is repeated with a limit
+smaller by the excess. If they count too much, the search may find no choice. Then the choice that is smallest by the
+tables may still fit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
 PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
-"""The most bytes in use on each rank under a choice of a problem: of its lowered program."""
+"""The most bytes in use on each rank under a choice of a problem, counted on its lowered program."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies, whose cost is with what is recomputed and offloaded, and what that is.
+    """A choice of strategies together with the values that it restores; its cost includes their recomputation and
+    copies.
 
     Args:
-        planning: the problem of the program that does so; its variables are those of the one that does not.
+        planning: the problem of the program that restores values; its variables are those of the program that keeps
+            all.
         solution: one option per variable.
-        again: what is recomputed and offloaded.
-        recomputable, offloadable: how many nodes might have been.
-        host_bytes: what the host holds for each rank.
-        counted_bytes: the most bytes in use on each rank as the search counted; infinite where that does not matter.
+        restored: the recomputed and offloaded nodes.
+        recomputable, offloadable: number of nodes that might have been recomputed or offloaded.
+        host_bytes: bytes that the host holds for each rank.
+        counted_bytes: the most bytes in use on each rank by the search's tables; infinite if not needed.
     """
 
     planning: PlanningProblem
@@ -55,16 +57,16 @@ def fitting(
     control: SearchControl,
     peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """A choice that a search finds and that fits; where none does, bytes that would do, None if unknown.
+    """Return a choice that fits; else None and a sufficient limit in bytes, or None if no such limit is known.
 
-    A search within these bytes finds something that fits, if only what is frugal.
+    A search within a sufficient limit finds a choice that fits, at least a frugal one.
 
     Args:
-        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is
-            none.
-        frugal: choices that take little, the same whenever it is asked.
+        attempt: returns the cheapest choice within a limit by the search's tables; raises `DoesNotFitError` without
+            one.
+        frugal: returns choices of small memory, the same at each call.
         limit: bytes on each rank.
-        control: once it is over nothing more is attempted than the first.
+        control: once it is over, only the first attempt is made.
         peak_of: counts lowered programs.
     """
     asked, bound = limit, None
@@ -88,10 +90,10 @@ def fitting(
 
 
 _ATTEMPTS = 6
-"""Searches until one fits."""
+"""Number of searches at most."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """What was found, with another bound."""
+    """Return a solution with another bound."""
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

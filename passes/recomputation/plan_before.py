@@ -1,4 +1,4 @@
-"""A known plan as a solution of the planning problem of its program: what it recomputes and offloads included."""
+"""A known plan as a solution of its program's planning problem, with its recomputed and offloaded values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from passes.solver.assignment import Solution
 
 
 def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, np.ndarray]) -> JointSolution | None:
-    """What a plan is here, where times and limits may be others; its bound is zero.
+    """Return a plan as a solution of this problem, whose times and limits may differ; its bound is zero.
 
-    None where it is on another mesh, of another program, or does what is not `allowed`.
+    None if the plan is for another mesh or program, or uses options that are not `allowed`.
     """
     if before.mesh != planning.space.mesh or not _is_of(before, planning):
         return None

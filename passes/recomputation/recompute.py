@@ -1,16 +1,19 @@
-"""Compute values of the forward again in the backward, or fetch them from the host, instead of keeping them.
+"""Recompute values of the forward in the backward, or fetch them from the host, instead of keeping them.
 
-Before → after: for each node `y = f(x)` that is to be recomputed, `y_again = f(x)` is inserted in the backward, just
-before the node that the plan names, and all that reads `y` outside the forward reads `y_again`. Operands of a clone are
-clones where these are recomputed too, and else the values that the forward keeps. The forward then keeps `y` no longer:
-phases are cut by who reads what. Clones carry phase "recompute", which runs within the backward.
+Before → after: for each node `y = f(x)` to recompute, `y_again = f(x)` is inserted in the backward, just before the
+node
+that the plan names. All readers of `y` outside the forward read `y_again`. If an operand of the clone is recomputed
+too, the clone reads the operand's clone; else it reads the value that the forward keeps. The forward then keeps `y` no
+longer, because phases are cut by the readers of values. Clones have the phase "recompute", which runs within the
+backward.
 
-For each node `y` that is offloaded, `y_host = to_host(y)` is inserted behind it in the forward, and `y_back =
-from_host(y_host)` just before the node that the plan names; all that reads `y` outside the forward, clones among it,
-reads `y_back`. The forward then keeps `y_host`, which takes no memory of the device.
+For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward, and `y_back =
+from_host(y_host)`
+just before the node that the plan names. All readers of `y` outside the forward, clones among them, read `y_back`. The
+forward then keeps `y_host`, which takes no memory of the device.
 
-A clone is equal to its original because nodes are pure and random operators are indexed by a counter, and so is what
-comes back from the host; the verifier (`verify_preparation`) numbers both alike, or refuses.
+A clone equals its original, because nodes are pure and random operators are indexed by a counter. A copy from the host
+equals its original, too. The verifier (`verify_preparation`) gives both one number, or refuses the program.
 """
 
 from __future__ import annotations
@@ -36,32 +39,32 @@ _MOVED = "moves"
 
 
 def original_of(node: fx.Node) -> str | None:
-    """The name of the node that a clone computes again; None for what is no clone."""
+    """Return the name of the node that a clone recomputes; None if the node is no clone."""
     return node.meta.get(_ORIGINAL)
 
 
 def moved_by(node: fx.Node) -> str | None:
-    """The name of the node whose value a copy to or from the host moves; None for what is no such copy."""
+    """Return the name of the node whose value a copy to or from the host moves; None if the node is no such copy."""
     return node.meta.get(_MOVED)
 
 
 @dataclass(frozen=True, slots=True)
 class InsertRecompute:
-    """See the module's docstring.
+    """The pass of the module's docstring.
 
     Args:
-        nodes: what to recompute, and where.
-        offloaded: what to offload, and where it comes back.
+        nodes: the nodes to recompute, and where.
+        offloaded: the nodes to offload, and where they come back.
     """
 
     nodes: tuple[RecomputedNode, ...]
     offloaded: tuple[OffloadedNode, ...] = ()
 
     def __call__(self, program: Program) -> Program:
-        """The program with clones and copies, over a graph of its own.
+        """Return the program with clones and copies, over a graph of its own.
 
         Raises:
-            PlanMismatchError: the program does not have such nodes, or something is read before it is there again.
+            PlanMismatchError: the program lacks such a node, or reads a value before it is restored.
         """
         if not self.nodes and not self.offloaded:
             return program
@@ -78,15 +81,17 @@ class InsertRecompute:
 def _find(named: Mapping[str, fx.Node], name: str) -> fx.Node:
     if name not in named or named[name].op != "call_function":
         raise PlanMismatchError(
-            f"the plan recomputes or offloads, or does so before, a node {name!r} that this program does not compute: "
-            "it is for another model or other inputs. Plan again, or load this model's plan."
+            f"the plan recomputes or offloads, or does so before, a node {name!r} that this program does not compute. "
+            "It is for another model or other inputs. Plan again, or load this model's plan."
         )
     return named[name]
 
 
 @dataclass(slots=True)
 class _RecomputeInsertion:
-    """`waiting` are the values that are still to be there again, `again` those that are; `copies` lie on the host."""
+    """The insertion. `waiting` has values yet to restore, `restored` clones and fetched copies, `copies` the copies
+    on the host.
+    """
 
     graph: fx.Graph
     by_anchor: Mapping[fx.Node, list[fx.Node]]
@@ -127,7 +132,7 @@ class _RecomputeInsertion:
         self._is_there(original, clone)
 
     def _fetch(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Copy a value to the host where it is made, and back before `anchor`; several results are each a value."""
+        """Copy a value to the host where it is made, and back before `anchor`. Each of several results is a value."""
         if not isinstance(original.meta.get("val"), torch.Tensor):
             self.waiting.remove(original)
             return
@@ -145,7 +150,7 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
-        """All that reads a value outside the forward reads what is there again."""
+        """Make all readers of a value outside the forward read the restored value."""
         if original not in self.restored:
             return
         for reader in list(original.users):
@@ -153,12 +158,12 @@ class _RecomputeInsertion:
                 continue
             if self.order[reader] < self.order[anchor]:
                 raise PlanMismatchError(
-                    f"the plan has {original.name!r} again before {anchor.name!r}, but {reader.name!r} reads it "
+                    f"the plan restores {original.name!r} before {anchor.name!r}, but {reader.name!r} reads it "
                     "earlier. Plan again."
                 )
             reader.replace_input_with(original, self.restored[original])
 
 
 def _values_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """A node, and what selects one of its results."""
+    """Return a node, and the nodes that select one of its results."""
     return node, *(user for user in node.users if user.target is operator.getitem)

@@ -1,14 +1,14 @@
-r"""The planning problem with recomputation: a variable's option is a strategy together with a policy of its values.
+"""The planning problem with recomputation: an option of a variable is a strategy together with a policy.
 
-Beside what the problem without recomputation has (`recompute_options` says what policies are):
+It differs from the problem without recomputation (`recompute_options` explains policies):
 
-* time: a call that is recomputed runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
-* what is recomputed needs its operands: each is held from the forward, or recomputed before it, or enters the program.
-  Pairs of policies for which this is not so cost infinity (`_fits_together`);
-* what is offloaded costs the time of its copies there and back, which nothing hides, and needs nothing to come back;
-* memory: what lies in it depends on policies as well (`recompute_memory`).
+* time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
+* a recomputation needs its operands: each is held from the forward, recomputed before, or enters the program. Other
+  pairs of policies cost infinity (`_fits_together`);
+* an offloaded value costs the time of its two copies, which nothing hides; its fetch needs no operands;
+* memory depends on policies too (`recompute_memory`).
 
-So there still is one option per variable, costs join two of them, and memory is linear in items. A last use counts
+So there still is one option per variable, costs join two variables, and memory is linear in items. A last use counts
 every recomputation that might read the value, chosen or not.
 """
 
@@ -38,11 +38,11 @@ from passes.strategies.price import local_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class RecomputeProblem:
-    """See the module's docstring.
+    """The problem of the module's docstring.
 
     Args:
-        planning: the problem without recomputation; options of a variable are its options, once for each policy.
-        options: what may be kept how.
+        planning: the problem without recomputation. Each of its options is there once for each policy.
+        options: the possible policies.
         assignment: the problem, without memory rows.
         usage: bytes in use at each point under a choice.
     """
@@ -67,16 +67,16 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Masks of options of the problem without recomputation as masks of these: whatever the policy."""
+        """Return masks of options without recomputation as masks of this problem's options, under any policy."""
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
     def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice of strategies: one of the problem without recomputation."""
+        """Return the choice of strategies, a choice of the problem without recomputation."""
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
     def restored(self, choice: Sequence[int]) -> Restored:
-        """What a choice recomputes and offloads, in program order: where that makes memory, and something reads it."""
+        """Return the nodes that a choice recomputes and offloads, in program order, without unread nodes."""
         made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
@@ -95,7 +95,9 @@ class RecomputeProblem:
         return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
-        """What is there again; without views to recompute of what is held as it lies, which are held with it."""
+        """Return the policy of each restored value. A view of a held value that is not resharded is held, not
+        recomputed.
+        """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}
         for name in self.options.anchors:
@@ -111,24 +113,24 @@ class RecomputeProblem:
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether a value is resharded on its way."""
+        """Whether a value is resharded on a link."""
         base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
 
     def policy(self, name: str, choice: Sequence[int]) -> ValuePolicy:
-        """What becomes of a site's value under a choice."""
+        """Return the policy of a site's value under a choice."""
         variable = self.planning.classes[name]
         return self.policies(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
     def policies(self, variable: int) -> tuple[ValuePolicy, ...]:
-        """What may become of the values of a variable."""
+        """Return the possible policies of a variable's values."""
         return self.options.of(variable)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a program has again in the backward instead of policy it, in program order."""
+    """The values that a program restores in the backward, in program order."""
 
     recomputed: tuple[RecomputedNode, ...] = ()
     offloaded: tuple[OffloadedNode, ...] = ()
@@ -138,7 +140,7 @@ class Restored:
 
 
 NOTHING_RESTORED = Restored()
-"""All that the backward reads is kept."""
+"""All values that the backward reads are kept."""
 
 
 def _is_late(head: Site, link: Link) -> bool:
@@ -153,15 +155,15 @@ def build_recompute_problem(
     with_memory: bool = True,
     control: SearchControl | None = None,
 ) -> RecomputeProblem:
-    """The problem with recomputation over the strategies of `planning`.
+    """Return the problem with recomputation over the strategies of `planning`.
 
     Args:
-        planning, options: what it is of.
-        with_memory: what lies in memory is listed; a problem that is not searched (a choice is drawn) does without.
-        control: nothing is built once it is over; None: it is built in any case.
+        planning, options: the problem without recomputation, and the possible policies.
+        with_memory: count memory. Not needed for a choice that is not searched.
+        control: ends building when time is up; None: building goes on to the end.
 
     Raises:
-        SearchStopped: it was over before the problem was built.
+        SearchStopped: `control` was over before the problem was built.
     """
     memory = RecomputeMemory(planning, options)
     building = _Building(planning, options, memory)
@@ -175,7 +177,7 @@ _Part = TypeVar("_Part")
 
 
 def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """The parts, while there is time."""
+    """Return the parts, while there is time."""
     for part in parts:
         if control is not None and control.is_over():
             raise SearchStopped("time was up before the problem with recomputation was built")
@@ -217,7 +219,7 @@ class _Building:
 
     @cached_property
     def read_back(self) -> dict[str, set[int]]:
-        """The results of each site that the backward reads, or what it may recompute."""
+        """The results of each site that the backward reads, or a possible recomputation."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             head = self.planning.space.sites[link.head]
@@ -231,7 +233,7 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Costs of an edge for each pair of policies; edges that share a table share it here."""
+        """Return the costs of an edge for each pair of policies; edges that share a table share it here."""
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
         if key not in self.tables:
@@ -244,7 +246,7 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """For variables that links join, which policies of both go together, [tail, head]."""
+        """The pairs of policies that are allowed for two linked variables, [tail, head]."""
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
             tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
@@ -263,5 +265,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """How often a call runs in a step."""
+    """Number of runs of a call in a step."""
     return 2 if policy in RECOMPUTED else 1

@@ -1,4 +1,4 @@
-"""What recomputation and offload save, each beside the other, and what they cost."""
+"""Bytes that recomputation and offload each save beside the other, and the seconds that they cost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """What recomputation and offload do, each beside the other."""
+    """Return the recomputation and the offload of a solution, with the savings and costs of each beside the other."""
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:
-        """Bytes that the peak has less, and seconds that the step takes more, than with what is left alone."""
+        """Return bytes saved at the peak, and seconds added to the step, compared with restoring `left` alone."""
         other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

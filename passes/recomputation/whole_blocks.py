@@ -1,10 +1,10 @@
-"""Activations under a recipe, decided before specs are: blocks compute all again, or have it on the host.
+"""Recompute or offload whole blocks, as a recipe says, before specs are chosen.
 
-* `recompute="full"`: of each repeated block everything is computed again, from the values that enter it, just before
-  its backward begins (Chen et al., "Training deep nets with sublinear memory cost", 2016). What the next segment reads
-  of a block is kept, and so is what may not run again;
-* `offload="activations"`: what the backward reads of a block, or what its recomputation reads of the one before, goes
-  to the host, and comes back just before it is first read.
+* `recompute="full"`: each repeated block is recomputed from its inputs just before its backward (Chen et al.,
+  "Training deep nets with sublinear memory cost", 2016). Values that the next segment reads are kept, and so are values
+  that must not be computed twice;
+* `offload="activations"`: values of a block that its backward reads, or that a recomputation reads, go to the host.
+  They come back just before they are first read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.strategies.enumerate_strategies import SearchSpace
 
 
 def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProblem:
-    """The problem of the program that recomputes and offloads as a recipe says; it remembers what that is.
+    """Return the problem of the program that recomputes and offloads as a recipe says; the problem keeps both.
 
     Raises:
         NotAlikeError: see `with_restored`.
@@ -41,10 +41,10 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Split a solution of `with_whole_blocks`: the problem without recomputation, and what the solution does beside it.
+    """Split a solution of `with_whole_blocks` into the problem without recomputation and the joint solution.
 
     Raises:
-        RecipeError: the hosts have no room for what it offloads.
+        RecipeError: the hosts lack memory for the offloaded values.
     """
     without, restored = found.planning.derived.get(_DECIDED, (found.planning, NOTHING_RESTORED))
     if not restored:
@@ -64,7 +64,7 @@ _DECIDED = "decided blocks"
 
 
 def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Restored:
-    """Find the calls that the blocks of a program compute again and offload."""
+    """Find the calls that the blocks of a program recompute and offload."""
     blocks = _Blocks(space)
     remade = blocks.remade(views_alone=not recompute) if recompute or offload else {}
     moved = blocks.moved(remade) if offload else {}
@@ -81,9 +81,9 @@ class _Blocks(ForwardCalls):
         return dict(block_segments([self.space.sites[name] for name in self.forward]))
 
     def remade(self, *, views_alone: bool) -> dict[str, str]:
-        """Map calls that are computed again to the site before which they are: the first reader behind the forward.
+        """Map recomputed calls to the site before which they run: the first reader after the forward.
 
-        `views_alone`: only views, which are made of what comes back from the host.
+        `views_alone`: recompute only views of offloaded values.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):
@@ -107,17 +107,17 @@ class _Blocks(ForwardCalls):
         return found
 
     def module(self, name: str) -> str:
-        """The module that issued a call."""
+        """Return the module that issued a call."""
         node = self.space.sites[name].node
         assert node is not None, "calls have nodes"
         return node.meta.get("module", "")
 
     def _late(self, name: str) -> list[str]:
-        """Sites that read a value behind the forward."""
+        """Return the sites that read a value after the forward."""
         return [link.head for link in self.readers[name] if self.is_late(link)]
 
     def _stays_within(self, name: str) -> bool:
-        """Whether a value may be computed again, and no other segment's forward reads it."""
+        """Whether a value may be recomputed, and no other segment's forward reads it."""
         heads = (link.head for link in self.readers[name] if self.is_forward(link.head))
         is_read_within = all(self.segment.get(head) == self.segment.get(name) for head in heads)
         return name in self.segment and self.may_be_remade(name) and is_read_within

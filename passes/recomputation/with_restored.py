@@ -1,4 +1,4 @@
-"""The planning problem of a program that recomputes and offloads: it has more sites than that of the one without."""
+"""The planning problem of a program that recomputes and offloads values, which has more sites."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where
 
 
 def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
-    """The problem of the program that recomputes and offloads; its variables and options are those of `planning`.
+    """Return the problem of the program that restores values; its variables and options are those of `planning`.
 
-    What is recomputed, and copies to and from the host, have the variable of their original, so a choice of `planning`
-    is one of the result.
+    Clones, and copies to and from the host, have the variables of their originals. So a choice of `planning` is a
+    choice of the result.
 
     Raises:
-        NotAlikeError: the program leaves blocks out, and those beside them do not bring alike values back alike.
+        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore alike values alike.
     """
     if not restored:
         return planning
@@ -49,13 +49,13 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
     repeated = find_repeated(space, paths_where_run(space, module_paths(space.program), brought))
     if any(len({representatives[name] for name in alike.names}) > 1 for alike in repeated.sites):
-        raise NotAlikeError("what alike blocks run again is of values that are decided one by one")
+        raise NotAlikeError("alike blocks restore values that do not share one choice")
     liveness = with_repeated(planning.liveness.of(space), repeated, space)
     return build_problem(space, planning.prices, liveness, representatives, repeated)
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Bytes that the host holds for each rank at the end of the forward."""
+    """Bytes of host memory in use for each rank at the end of the forward."""
     space = planning.space
     copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
     specs, counts = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies), planning.counts()
@@ -64,7 +64,7 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
-    """The search space with clones and copies, which have the specs of their originals; and the original of each."""
+    """Return the search space with clones and copies in the specs of their originals, and the original of each site."""
     program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
@@ -98,7 +98,7 @@ def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dic
 
 @dataclass(slots=True)
 class _Transfers:
-    """Sites of copies to and from the host: each option leaves the value as an option of its owner has it."""
+    """Make sites of copies to and from the host; each option keeps the spec of one option of the owner."""
 
     space: SearchSpace
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
@@ -117,6 +117,6 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """What each axis does for a copy of a value under a spec; see `autoshard.rules.offload`."""
+    """Return the use of each axis for a copy of a value under a spec; see `autoshard.rules.offload`."""
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)
