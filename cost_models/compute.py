@@ -4,8 +4,9 @@
 
 Matrix products have tile and wave quantisation (NVIDIA, "Matrix Multiplication Background User's Guide"). The output is
 cut into tile_m x tile_n tiles. `units` processors compute one tile each at a time, and the last wave may be incomplete.
-The efficiency of a device is that of long runs. With random operands the power limit keeps the clock below nominal (He
-2024, "Strangely, matrix multiplications on GPUs run faster when given predictable data": 257 of 312 on an A100).
+The efficiency of a device is that of long runs. With random operands the power limit keeps the clock below nominal, at
+257 of 312 TFLOP/s on an A100. The source is He 2024, "Strangely, matrix multiplications on GPUs run faster when given
+predictable data".
 
 Fused attention has the curves of `device.AttentionCurve`.
 """

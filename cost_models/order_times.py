@@ -250,8 +250,8 @@ def schedule_time(
     """Seconds of a step of a schedule whose stages send to their neighbours.
 
     The steady state of a schedule repeats, so only the first of many micro-batches are run. Each remaining micro-batch
-    takes as long as the last ones run, averaged over as many as there are ranks. It takes at least as long as the
-    busiest rank computes. The first micro-batches alone would hide a rank that is only a little busier than others.
+    takes the mean time of the last p micro-batches on p ranks, and at least the computation of the busiest rank. The
+    first micro-batches alone would hide a rank that is only a little busier than its neighbours.
 
     Args:
         schedule: a key of `schedule_orders.SCHEDULES`.

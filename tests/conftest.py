@@ -33,8 +33,8 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 if settings().derandomize:
-    # Hypothesis also draws numbers that stand in the modules imported so far. Workers share the files out by time, so
-    # that these depend on what ran before, and a test drew other examples in each run.
+    # Hypothesis also draws numbers of the modules imported so far. Workers share files out by time, so these numbers
+    # depend on earlier tests. A test would draw other examples in each run.
     assert isinstance(providers._local_constants, Constants)
     providers._get_local_constants = Constants
 
@@ -59,7 +59,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def _poisoned_outputs() -> Iterator[None]:
-    """Fill what `torch.empty` gives with NaN, so that an element never stored is seen."""
+    """Fill the results of `torch.empty` with NaN, so that an unwritten element is noticed."""
     was_on = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert bool(torch.empty(3).isnan().all())

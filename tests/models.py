@@ -1,7 +1,7 @@
-"""The models that tests share: small modules of torch, and any architecture of transformers in sizes of one's own.
+"""Models that tests share: small modules of torch, and architectures of transformers in any size.
 
-`build("llama", layers=2, width=16)` names sizes alike for all architectures; `gpt2()`, `llama()` and the like give a
-small model with a batch that has a loss. Weights are random and the same at each call.
+`build("llama", layers=2, width=16)` names sizes equally for all architectures. `gpt2()`, `llama()` and similar
+functions return a small model with a batch that has a loss. Weights are random and equal at each call.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _NO_CACHE = ("gpt2", "llama", "mixtral", "t5")
 
 
 def build(kind: str, *, dropout: float | None = None, **options: Any) -> nn.Module:
-    """A model of transformers with a head for training, from a config.
+    """Return a model of transformers with a head for training, from a config.
 
     Args:
         kind: the `model_type` of its config: "llama", "gpt2", "bert", "t5", "vit", "mixtral", ...
-        dropout: of all kinds that the architecture has; None: the config's own.
+        dropout: every dropout of the architecture; None: the config's own.
         options: `layers`, `width`, `heads`, `words`, `inner`, `length`, `key_heads`, or the config's own names.
     """
     import transformers
@@ -62,7 +62,7 @@ def build(kind: str, *, dropout: float | None = None, **options: Any) -> nn.Modu
 
 
 def words(rows: int = BATCH, length: int = LENGTH, count: int = VOCABULARY, seed: int = 1) -> Inputs:
-    """A batch of a language model: random words, which are the labels too."""
+    """Return a batch of a language model: random words, which are also the labels."""
     drawn = torch.randint(0, count, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": drawn, "labels": drawn.clone()}
 
@@ -142,7 +142,7 @@ class Perceptron(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers one behind another, each followed by an activation, and the mean square of the result."""
+    """Layers with an activation behind each, and the mean square of the result."""
 
     def __init__(self, width: int, layers: int, activation: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Blocks(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weights are the head's too, a batch norm, dropout, and the loss of each token by itself."""
+    """An embedding tied to the head, a batch norm, dropout, and a loss for each token."""
 
     def __init__(self, count: int = 13, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Change the source on purpose, one place at a time, and see whether the tests notice.
+"""Change the source in one place at a time, and count the changes that the tests notice.
 
 Run: python -m tests.mutants [--count 200] [--seed 13] [--seconds 180] [--folder build/mutants]
 
 1. A seed draws places of all files of the packages: an operator, a comparison, a condition, a number, a branch.
-2. Each change is made in a copy of the committed files. Tests near the file run, without the slow ones: its doctests
-   and its mirror, then tests that import it, then tests of the files that import it.
-3. A change counts as noticed where a test fails that passes without it, or hangs.
-4. Outcomes of a commit are kept in the folder: a run goes on where the last one stopped.
+2. Each change is made in a copy of the committed files. Tests near the file run, except for slow tests. First come
+   doctests and mirror tests, then tests that import the file, then tests of the importing files.
+3. A change is noticed if a test fails or hangs that passes without the change.
+4. Outcomes of a commit are kept in the folder, and a run continues at its last place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
     ast.IsNot: (ast.Is,), ast.Continue: (ast.Break,), ast.Break: (ast.Continue,),
 }  # fmt: skip
 _ASSERTS = ("strict", "frozen", "slots")
-"""Keywords that only refuse what right code never does."""
+"""Keywords of code that only refuses mistakes."""
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[Any, str, Any]]:
@@ -118,7 +118,7 @@ def _module(path: str) -> str:
 
 @cache
 def _importers(root: Path) -> dict[str, list[str]]:
-    """Module to the files that import it."""
+    """Map a module to the files that import the module."""
     found: dict[str, list[str]] = {}
     for path in (path for package in (*PACKAGES, "tests") for path in sorted((root / package).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -142,7 +142,7 @@ def passes(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
 
 
 def verdict_of(tree: Path, path: str, text: str, limit_s: float) -> str:
-    """Whether tests near a change notice it."""
+    """Return whether tests near a change notice the change."""
     file = tree / path
     right = file.read_text(encoding="utf-8")
     for step in near_tests(tree, path):

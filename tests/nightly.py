@@ -1,13 +1,13 @@
-"""Tens of thousands of drawn pairs of a program and a plan, each beside one device: a night's work, in parts.
+"""Compare tens of thousands of drawn programs and plans with one device, in parts of a night's work.
 
 Run: python -m tests.nightly [--first 0] [--shards 300] [--examples 40] [--jobs 2] [--minutes 480] [--folder FOLDER]
 
-A shard is a property (`tests.end_to_end.drawn_pairs`) with the seed of its number, and as many examples as are asked
-for: programs, each with up to eight plans, for tracing takes longer than lowering.
-FOLDER keeps each shard's result, and a kept shard is not run again: a run goes on where the last one stopped.
-Once the minutes are over no further shard begins. Exit status 1 if something differed: the report names the files that
-hold the smallest examples, as code to run. Each failure that is found becomes a test of its own
-(`tests/end_to_end/test_found_by_drawing.py`).
+A shard is a property (`tests.end_to_end.drawn_pairs`) with the seed of its number and a number of examples. An example
+is a program with up to eight plans, because tracing takes longer than lowering. FOLDER keeps each shard's result, and
+only missing shards run. No shard begins after the minutes are over.
+
+The exit status is 1 if an example differs. The report names the files with the smallest examples, as code to run. Each
+failure becomes a test of its own (`tests/end_to_end/test_found_by_drawing.py`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Shard:
     Args:
         number: its seed.
         name: the property.
-        pairs: how many pairs computed what one device does, those of shrinking included.
-        seconds: of one core.
+        pairs: number of pairs that computed one device's numbers, with the pairs of shrinking.
+        seconds: seconds on one core.
         failure: the smallest failing example and its error, or "".
     """
 
@@ -67,7 +67,7 @@ def run_shard(number: int, examples: int) -> Shard:
 def _drawing(
     check: Callable[[st.DataObject, int], int], number: int, examples: int, passed: list[int]
 ) -> Callable[[], None]:
-    """The property as Hypothesis runs it; counts in `passed`."""
+    """Return the property for Hypothesis; passing pairs are counted in `passed`."""
 
     @seed(number)
     @settings(
@@ -86,7 +86,7 @@ def _drawing(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the shards that are missing; 0 if no example failed."""
+    """Run the missing shards; return 0 if every example passed."""
     options = _parser().parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     console = Console(width=120, highlight=False)
@@ -131,7 +131,7 @@ def _path(folder: Path, number: int, examples: int) -> Path:
 
 
 def _run_or_read(number: int, *, examples: int, folder: Path, deadline: float) -> Shard | None:
-    """The shard, run now if it is not kept; None if it is too late for that."""
+    """Return the kept shard, or run the shard; None after the time limit."""
     path = _path(folder, number, examples)
     if not path.exists():
         if time.time() > deadline:

@@ -1,7 +1,7 @@
-"""The marker `sample(n)`: of a test's cases `make test` runs n, `make test-all` all.
+"""The marker `sample(n)`: `make test` runs n of a test's cases, and `make test-all` runs all cases.
 
-It is for cases that are combinations of models, meshes and options. Cases that each show a behaviour of their own (a
-schedule, a mutation that is refused) all run.
+The marker suits cases that combine models, meshes and options. Cases with separate behaviours, such as schedules or
+refused mutations, all run.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ import pytest
 
 
 def leave_out(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow the cases that samples leave out; cases that are slow anyway count for none."""
+    """Mark the cases outside of a sample as slow; cases that are already slow do not count."""
     families: dict[tuple[object, str], list[tuple[pytest.Item, int]]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("sample")
@@ -25,5 +25,5 @@ def leave_out(items: Iterable[pytest.Item]) -> None:
 
 
 def spread(cases: int, wanted: int) -> set[int]:
-    """Return the indices of `wanted` cases, evenly apart, of 0 to `cases` - 1; all where no more are there."""
+    """Return the indices of `wanted` cases, evenly apart, of 0 to `cases` - 1, or all indices."""
     return {(2 * index + 1) * cases // (2 * wanted) for index in range(wanted)} if wanted < cases else {*range(cases)}

@@ -1,4 +1,4 @@
-"""Options of `compile`, and what it does without them."""
+"""Options of `compile` and their defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.passes.launches import fused_calls
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_backend_triton_has_triton_kernels_in_its_programs(backend: str) -> None:
-    """And "auto" has none on a CPU."""
+    """`backend="triton"` puts Triton kernels into programs, and "auto" puts none on a CPU."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.RMSNorm(8)), torch.randn(4, 8)
     sharded = autoshard.compile(model, Mesh({"data": 2}), backend=backend, example_inputs=(x,))
     assert bool(fused_calls(sharded.programs[0].phased.forward)) == (backend == "triton")
@@ -25,7 +25,7 @@ def test_backend_triton_has_triton_kernels_in_its_programs(backend: str) -> None
     ("options", "names"), [(autoshard.Options(), {"output:0"}), (autoshard.Options(gather_outputs=True), set())]
 )
 def test_outputs_are_handed_out_as_they_lie(options: autoshard.Options, names: set[str]) -> None:
-    """They are gathered only where that is asked for."""
+    """Outputs have the plan's layout, and are gathered on request."""
     sharded = autoshard.compile(
         nn.Linear(4, 4), Mesh({"data": 2}), example_inputs=(torch.randn(8, 4),), options=options
     )
@@ -33,7 +33,7 @@ def test_outputs_are_handed_out_as_they_lie(options: autoshard.Options, names: s
 
 
 def test_processes_without_an_accelerator_have_meta_models_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh that names no device leaves it to the machine."""
+    """A mesh without a device uses the machine's device."""
     monkeypatch.setattr(compile_model, "world_size", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     call = Call(model=nn.Linear(2, 2, device="meta"), target=Mesh({"data": 2}))

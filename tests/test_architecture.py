@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("autoshard", "cost_models", "passes")
 MAX_LINES = 500
 MAX_SHARED_NAMES = 11
-"""Class names that may still stand for two or more things; each rename lowers the number."""
+"""Number of class names with two or more meanings; each rename lowers the number."""
 
 _IR = ("autoshard.errors", "autoshard.ir")
 _GRAPHS = (*_IR, "autoshard.graphs")
@@ -26,8 +26,8 @@ _LEAVES = (*_GRAPHS, "autoshard.tracing", "autoshard.rules", "autoshard.kernels"
 _PROGRAMS = ("passes.preparation", "passes.solver", "passes.strategies", "passes.memory", "passes.planning")
 _PROVEN = ("passes.preparation", "passes.strategies")
 _LOWERED = (*_PROGRAMS, "passes.recomputation", "passes.lowering", "passes.prediction")
-# The folders of `passes`, and modules of the driver that questions and recipes call, with what each may import of the
-# others. Verification sees nothing of lowering.
+# The folders of `passes`, and modules of the driver that questions and recipes call, with their allowed imports.
+# Verification imports nothing of lowering.
 _PASSES: dict[str, tuple[str, ...]] = {
     "passes.preparation": (),
     "passes.solver": (),
@@ -55,8 +55,8 @@ _PASSES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing
-# in `autoshard` imports `passes` but `api`, in one place, `cli` and `testing`.
+# The packages that each part may import besides itself. In `passes` the driver alone imports the runtime. In
+# `autoshard` only `api` (in one place), `cli` and `testing` import `passes`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.errors": (),
     "autoshard.ir": ("autoshard.errors", "cost_models"),  # recipes name its schedules
@@ -183,7 +183,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Imports within functions count, and those for types alone."""
+    """No files import each other in a circle; imports in functions and for types count."""
     files = {_name(path): path for path in _sources()}
     graph = nx.DiGraph()
     for module, path in files.items():
@@ -195,7 +195,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_autoshard_reaches_the_passes_in_one_place() -> None:
-    """Beside the command line and the tests' tools, which stand above."""
+    """Only one place of the library imports the passes, besides the command line and the tools for tests."""
     above = ("autoshard.cli", "autoshard.testing")
     found = [
         f"{_name(path)}: {name}"
@@ -232,7 +232,7 @@ def test_files_are_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _sources(), ids=_identify)
 def test_the_library_never_prints(path: Path) -> None:
-    """No call of `print` in the packages; people read what the command line writes through rich."""
+    """The packages never call `print`, and the command line writes through rich."""
     calls = [node for node in ast.walk(_syntax(path)) if isinstance(node, ast.Call)]
     assert not [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
 
@@ -274,7 +274,7 @@ def test_every_part_is_named() -> None:
 
 
 def test_a_sample_of_cases_is_spread_evenly() -> None:
-    """Samples have the size asked for, and leave out as many cases before the first as behind the last."""
+    """Samples have the wanted size, and leave equally many cases out at both ends."""
     assert spread(7, 2) == {1, 5}
     assert spread(3, 1) == {1}
     assert spread(2, 5) == {0, 1}

@@ -1,4 +1,4 @@
-"""Arguments that may look wrong and are right."""
+"""Arguments that look wrong and are right are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def small() -> nn.Module:
 
 
 def test_a_call_that_a_model_does_not_take() -> None:
-    """A pre-hook may make it one that it does, and a wrapper take what is not in what it wraps."""
+    """A pre-hook may change a call's arguments, and a wrapper may take more arguments than its module."""
     model = small()
     model.register_forward_pre_hook(lambda _, args: args[:1])
     assert autoshard.compile(model, MESH)(X, 3).shape == (4, 2)
@@ -34,7 +34,7 @@ def test_a_call_that_a_model_does_not_take() -> None:
 
 
 def test_whole_numbers_of_bytes() -> None:
-    """However they are written: 80e9 is one, and so is what NumPy counts."""
+    """Whole numbers of bytes have any notation: 80e9, or a number of NumPy."""
     budgets = [8 * 10**9, 8e9, np.int64(8 * 10**9), np.float64(8e9)]
     plans = [autoshard.plan(small(), MESH, example_inputs=(X,), memory_budget=budget) for budget in budgets]
     assert [(plan.memory_budget, type(plan.memory_budget)) for plan in plans] == [(8 * 10**9, int)] * 4
@@ -57,7 +57,7 @@ def test_plans_are_for_the_hardware_that_is_given() -> None:
 
 
 def test_a_fixed_plan_runs_its_model(tmp_path: Path) -> None:
-    """A plan that was saved and loaded gives what the model gives, in training and in evaluation."""
+    """A saved and loaded plan computes the model's results, in training and in evaluation."""
     autoshard.plan(small(), MESH, example_inputs=(X,), precision=None).save(tmp_path / "plan.json")
     sharded = autoshard.compile(small(), MESH, plan=tmp_path / "plan.json")
     torch.testing.assert_close(sharded(X), small()(X))
@@ -66,7 +66,7 @@ def test_a_fixed_plan_runs_its_model(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_mesh_is_where_the_search_starts() -> None:
-    """It is planned again, and the old plan is priced beside."""
+    """A plan for another mesh starts a new search, and is priced as a baseline."""
     model, mesh = small(), Mesh({"data": 4})
     plan = autoshard.plan(small(), MESH, example_inputs=(X,), precision=None)
     sharded = autoshard.compile(model, mesh, plan=plan, example_inputs=(X,))

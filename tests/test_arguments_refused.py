@@ -1,6 +1,6 @@
-"""Every entry of the public face refuses what it cannot mean by one error of ours, which names it and the way out.
+"""Every public call refuses a mistaken argument by one error, with its name and the way out.
 
-Arguments are refused before anything is traced or searched.
+Arguments are refused before any trace or search.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Mysterious(nn.Module):
     ],
 )
 def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[AutoshardError], message: str) -> None:
-    """Both refuse them, in the same words."""
+    """`plan` and `compile` refuse a mistaken argument in equal words."""
     arguments = {"example_inputs": (X,), **arguments}
     with pytest.raises(error, match=message):
         autoshard.plan(small(), MESH, **arguments)
@@ -253,13 +253,13 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("error", "words", "call"), ARGUMENTS, ids=[row[1][:40] for row in ARGUMENTS])
 def test_arguments(error: type[AutoshardError], words: str, call: Callable[[], Any]) -> None:
-    """Each mistake has one error, which says what was asked and what was found."""
+    """Each mistake has one error with the argument and its value."""
     with pytest.raises(error, match=re.escape(words)):
         call()
 
 
 def test_a_plan_of_a_model_with_the_same_parameters() -> None:
-    """It has another program."""
+    """A plan of another model with equal parameters is refused, because its program differs."""
     plan = autoshard.plan(nn.Sequential(small()), MESH, example_inputs=(X,))
     with pytest.raises(PlanMismatchError, match=r"another model or other inputs"):
         autoshard.compile(nn.Sequential(small(), nn.ReLU()), MESH, plan=plan)(X)
@@ -280,7 +280,7 @@ def test_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"global_batch": 8}])
 def test_a_step_that_trains_nothing(arguments: dict[str, Any]) -> None:
-    """Planned as a step of no time before; a loss that is a number, is none, is detached, and a frozen model."""
+    """A step without a trained parameter, or with a number, None or a detached value for its loss, is refused."""
     options: dict[str, Any] = {"example_inputs": (X,), "optimizer": "adamw", **arguments}
     for loss in (lambda y: 1.0, lambda y: None, lambda y: y.detach().sum()):
         with pytest.raises(TraceError, match=r"needs a loss, but nothing that the model|returns no floating scalar"):
@@ -332,7 +332,7 @@ def refused(call: Callable[[], Any]) -> str:
     ],
 )
 def test_operators(call: Callable[[], Any], words: str) -> None:
-    """A name of no operator, a name of several, and a call that the operator refuses are refused."""
+    """An unknown operator, an ambiguous name, and a call that the operator refuses are refused."""
     assert words in refused(call)
 
 
@@ -411,7 +411,7 @@ def test_what_plans_are_asked(plan: Plan, call: Callable[[Plan], Any], words: st
 
 
 def test_a_file_of_half_a_node(tmp_path: Path) -> None:
-    """A count that is no whole number is not cut to one."""
+    """A fractional count in a file is refused, and not truncated."""
     path = tmp_path / "mine.toml"
     CLUSTER.save(path, source="test", date="2026-11-23")
     text = path.read_text()
@@ -421,7 +421,7 @@ def test_a_file_of_half_a_node(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
-    """Not the errors of Python's readers."""
+    """A file without a plan raises our error, and not an error of Python's reader."""
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "empty.json").write_text("")
     assert "list.json' is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "list.json"))
@@ -475,7 +475,7 @@ def test_plan(model: nn.Module, options: dict[str, Any], words: str) -> None:
 
 
 def test_compile_and_check_plan(model: nn.Module) -> None:
-    """A plan's file that is missing, and calls that cannot be compared."""
+    """A missing file of a plan, and calls that cannot be compared, are refused."""
     assert "'/no/such.json' cannot be read" in refused(lambda: autoshard.compile(model, MESH, plan="/no/such.json"))
     assert "example_inputs is a NoneType" in refused(lambda: check_plan(model, MESH, None))
     assert "steps='2' compares nothing" in refused(lambda: check_plan(model, MESH, (X,), steps="2"))

@@ -1,4 +1,4 @@
-"""The start of the command, in processes of their own: what SIGINT does until everything is imported, and then."""
+"""SIGINT ends the command in separate processes, during its imports and afterwards."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ctrl_c_during_imports_ends_the_command() -> None:
-    """By the signal itself, which shells report as 130; nothing is printed, and no import can swallow it."""
+    """Ctrl-C during imports ends the command by the signal (130 in shells) without output, whatever is imported."""
     done = _run(_INTERRUPTED_IMPORT + _START)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_ctrl_c_is_pythons_own_once_everything_is_imported() -> None:
-    """The command line handles it from then on."""
+    """The command line handles Ctrl-C once all imports are done."""
     assert "default_int_handler" in _run(_STUB + _START).stdout
 
 
 def test_a_command_that_is_to_ignore_ctrl_c_does() -> None:
-    """A shell starts what it puts into the background so."""
+    """A command in a shell's background ignores Ctrl-C, as the shell asks."""
     ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     assert _run(ignored + _STUB + _START).stdout.strip() == str(signal.SIG_IGN)

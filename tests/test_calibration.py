@@ -1,4 +1,4 @@
-"""`autoshard.calibrate`: this machine, with autoshard's own operators, as compiled programs run them."""
+"""`autoshard.calibrate` measures this machine with autoshard's own operators, in the form of compiled programs."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_own_operators_are_measured():
 
 
 def test_own_operators_are_measured_on_the_kernels_that_run():
-    """Not as their definitions, which no program runs."""
+    """Autoshard's operators are measured by their running kernels, and not by their definitions."""
     attention = next(sample for sample in semantic_samples() if sample.name == "attention")
     run = attention.prepare()
     with Observed() as seen:

@@ -1,4 +1,4 @@
-"""Which rows a rank loads, without processes; tests/runtime/test_distributed.py has them with."""
+"""Ranks load the right rows without processes; tests/runtime/test_distributed.py tests processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def total(y: torch.Tensor) -> torch.Tensor:
 def test_ranks_together_draw_the_batches_of_one_device(
     length: int, rows: int, pieces: int, parts: int, shuffle: bool, epoch: int
 ) -> None:
-    """Their rows of a micro-batch behind each other are that micro-batch; nothing is drawn twice, all draw as many."""
+    """The ranks' rows join to one device's micro-batches, without repeated rows, and equally many on each rank."""
     batch = rows * pieces * parts
     ranks = [
         RankSampler(length, batch, pieces=pieces, index=index, micro_batches=parts, shuffle=shuffle, seed=7)
@@ -47,7 +47,7 @@ def test_ranks_together_draw_the_batches_of_one_device(
 
 
 def test_epochs_have_orders_of_their_own() -> None:
-    """The same again for the same epoch."""
+    """Each epoch has an order of its own, which is reproducible."""
     each = RankSampler(50, 10)
     first = list(each)
     assert list(each) == first
@@ -74,13 +74,13 @@ def test_without_processes_a_loader_gives_whole_batches(sharded: Any) -> None:
     [(ROWS[:7], "the dataset has 7 samples, and a batch 8 rows"), (iter(ROWS), "the dataset has no length")],
 )
 def test_datasets_without_a_batch_are_refused(sharded: Any, dataset: Any, words: str) -> None:
-    """Too few samples, or a number that is not known."""
+    """Datasets with too few samples, or of unknown length, are refused."""
     with pytest.raises(AutoshardError, match=words):
         autoshard.data.sampler(dataset, sharded)
 
 
 def test_what_is_no_part_of_a_batch_is_refused(sharded: Any) -> None:
-    """A loader with another batch size, modules that are not compiled, steps of several micro-batches."""
+    """A loader with another batch size, a plain module, and a step of several micro-batches are refused."""
     rows = autoshard.data.sampler(ROWS, sharded)
     with pytest.raises(AutoshardError, match=r"shape=\[4, 4\] is no part of a batch, of which this rank has 8 rows"):
         rows.whole(ROWS[:4])
@@ -92,7 +92,7 @@ def test_what_is_no_part_of_a_batch_is_refused(sharded: Any) -> None:
 
 
 def test_a_step_of_micro_batches_loads_whole_batches(sharded: Any) -> None:
-    """Its program is of a micro-batch, and its loader's batches are what the step takes."""
+    """The loader of a step of micro-batches yields whole batches, although the program takes a micro-batch."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters())
     step = autoshard.compile(

@@ -23,7 +23,7 @@ from passes.memory.liveness import find_lifetimes
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RecomputeOptions, find_options
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.with_restored import host_bytes, with_restored
 from passes.solver.assignment import Assignment
 from passes.strategies.enumerate_strategies import EnumerateStrategies, Site
 from passes.strategies.price import Prices
@@ -94,14 +94,16 @@ def plan_of_decisions(
     for variable in range(len(problem.assignment.costs)):
         choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))
     decided = tuple(choice[variable] for variable in range(len(choice)))
-    again, strategies = problem.again(decided), problem.without_policies(decided)
-    running, counts = with_again(planning, again), planning.counts()
+    restored, strategies = problem.restored(decided), problem.without_policies(decided)
+    running, counts = with_restored(planning, restored), planning.counts()
     cost = running.assignment.cost_of(strategies)
     plan = lowered_plan(running, strategies, cost, None, cluster, PlanOptions()).plan
     return dataclasses.replace(
         plan,
-        recompute=Recompute(again.recomputed, options.candidates(RECOMPUTED, counts)),
-        offload=Offload(again.offloaded, options.candidates(OFFLOADED, counts), int(host_bytes(running, strategies))),
+        recompute=Recompute(restored.recomputed, options.candidates(RECOMPUTED, counts)),
+        offload=Offload(
+            restored.offloaded, options.candidates(OFFLOADED, counts), int(host_bytes(running, strategies))
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -80,7 +80,7 @@ def plan_candidates(
     for candidate in candidates:
         if found and (
             candidate.is_spare
-            or (candidate.is_for_memory and any(each.is_plain for each in found))
+            or (candidate.is_for_memory and not _helps_memory(candidate, found))
             or found[-1].plan.was_interrupted
         ):
             continue
@@ -106,6 +106,21 @@ def plan_candidates(
     baselines = least_baselines(known) if known else best.plan.baselines
     was_cut = best.plan.was_cut or ceiling.has_cut
     return replace(best, plan=replace(best.plan, baselines=baselines, was_cut=was_cut))
+
+
+_SLOWER = 1.05
+"""How many times the fastest step the last one takes at most for still more micro-batches to be tried."""
+
+
+def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
+    """Whether a candidate that is for memory may be faster than the plans before it.
+
+    It is not where one of these keeps all values. More micro-batches are not, once the last ones were slower.
+    """
+    if any(each.is_plain for each in found):
+        return False
+    least_s = min(each.step_time_s for each in found)
+    return candidate.proposal is not None or found[-1].step_time_s <= _SLOWER * least_s
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:

@@ -6,8 +6,8 @@ take no device memory.
 
 A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
 its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
-the gap, so their storages begin and end there (`_Lives.spans`). Left-out units
-use less memory inside than one of these two units (`passes.strategies.repeated`).
+the gap, so their storages begin and end there (`_Lives.spans`). Left-out units use less memory inside than one of these
+two units (`passes.strategies.repeated`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Values of the forward that are computed again, or fetched from the host, instead of kept."""
+"""Recomputation and offload of values of the forward."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
-from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
+from passes.recomputation.recompute_problem import NOTHING_RESTORED, Restored
 from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
@@ -30,7 +30,7 @@ class JointSolution:
         planning: the problem of the program with recomputation and offload; variables are those of the original
             problem.
         solution: one option per variable.
-        again: the recomputed and offloaded values.
+        restored: the recomputed and offloaded values.
         recomputable, offloadable: the count of nodes with that option.
         host_bytes: host memory in use for each rank.
         counted_bytes: each rank's peak by the search's tables; infinite if there is no limit.
@@ -38,7 +38,7 @@ class JointSolution:
 
     planning: PlanningProblem
     solution: Solution
-    again: Again = NOTHING_AGAIN
+    restored: Restored = NOTHING_RESTORED
     recomputable: int = 0
     offloadable: int = 0
     host_bytes: float = 0.0

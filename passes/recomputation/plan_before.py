@@ -13,8 +13,8 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.recompute import InsertRecompute
-from passes.recomputation.recompute_problem import Again
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.recompute_problem import Restored
+from passes.recomputation.with_restored import host_bytes, with_restored
 from passes.solver.assignment import Solution
 
 
@@ -30,12 +30,12 @@ def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, n
     if not all(mask.any() for mask in masks.values()):
         return None
     choice = Search()(planning, masks).choice
-    again = Again(before.recompute.nodes, before.offload.nodes)
-    running = with_again(planning, again)
+    restored = Restored(before.recompute.nodes, before.offload.nodes)
+    running = with_restored(planning, restored)
     return JointSolution(
         running,
         Solution(choice, running.assignment.cost_of(choice), 0.0),
-        again,
+        restored,
         before.recompute.candidates,
         before.offload.candidates,
         host_bytes(running, choice),

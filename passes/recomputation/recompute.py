@@ -94,7 +94,7 @@ class _RecomputeInsertion:
         offloaded: the nodes to fetch.
         order: the place of each node.
         waiting: values whose clone or fetch is not yet inserted.
-        again: values to their inserted clone or fetch.
+        restored: values to their inserted clone or fetch.
         copies: copies on the host.
     """
 
@@ -103,7 +103,7 @@ class _RecomputeInsertion:
     offloaded: Collection[fx.Node]
     order: dict[fx.Node, int] = field(init=False)
     waiting: set[fx.Node] = field(init=False)
-    again: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    restored: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copies: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,8 +119,8 @@ class _RecomputeInsertion:
                     make(original, anchor)
                     originals.append(original)
             for original in originals:
-                self._read_again(original, anchor)
-        for node in (*reversed(self.again.values()), *self.copies):
+                self._read_restored(original, anchor)
+        for node in (*reversed(self.restored.values()), *self.copies):
             if not node.users:
                 self.graph.erase_node(node)
 
@@ -131,7 +131,7 @@ class _RecomputeInsertion:
                 f"the plan recomputes {original.name!r} before its operand {min(map(str, early))!r}. Plan again."
             )
         with self.graph.inserting_before(anchor):
-            clone = copy_node(self.graph, original, lambda operand: self.again.get(operand, operand))
+            clone = copy_node(self.graph, original, lambda operand: self.restored.get(operand, operand))
         clone._rename(f"{original.name}_again")
         clone.meta = {**original.meta, "phase": PHASE, _ORIGINAL: original.name}
         self._is_there(original, clone)
@@ -150,23 +150,23 @@ class _RecomputeInsertion:
         self.copies.append(copy)
         self._is_there(original, back)
 
-    def _is_there(self, original: fx.Node, again: fx.Node) -> None:
-        self.again[original] = again
+    def _is_there(self, original: fx.Node, restored: fx.Node) -> None:
+        self.restored[original] = restored
         self.waiting.remove(original)
 
-    def _read_again(self, original: fx.Node, anchor: fx.Node) -> None:
+    def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
         """Let all readers of a value outside the forward read its clone or fetch."""
-        if original not in self.again:
+        if original not in self.restored:
             return
         for reader in list(original.users):
-            if reader.op == "output" or reader.meta["phase"] in ("forward", PHASE) or reader in self.again:
+            if reader.op == "output" or reader.meta["phase"] in ("forward", PHASE) or reader in self.restored:
                 continue
             if self.order[reader] < self.order[anchor]:
                 raise PlanMismatchError(
                     f"the plan recomputes or fetches {original.name!r} before {anchor.name!r}, but {reader.name!r} "
                     "reads it earlier. Plan again."
                 )
-            reader.replace_input_with(original, self.again[original])
+            reader.replace_input_with(original, self.restored[original])
 
 
 def _values_of(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -21,7 +21,7 @@ from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import UsedBytes
 from passes.memory.repeated_lifetimes import Key, numbered, repeated_intervals
 from passes.planning.build_assignment import PlanningProblem
-from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Policy, RecomputeOptions
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
@@ -44,7 +44,7 @@ class RecomputeMemory:
     spread: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     wholes: dict[str, Floats] = field(default_factory=dict)
 
-    def policies_of(self, name: str) -> tuple[Policy, ...]:
+    def policies_of(self, name: str) -> tuple[ValuePolicy, ...]:
         return self.options.of(self.planning.classes[name])
 
     @cached_property
@@ -64,8 +64,8 @@ class RecomputeMemory:
         """Blocks left out of the split space."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
-        again = set(self.split.again.values())
-        return find_repeated(self.split.space, paths_where_run(self.split.space, paths, again))
+        restored = set(self.split.restored.values())
+        return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
         """Values in memory, each after its site ("" for others), with the options under which they are there.
@@ -93,7 +93,7 @@ class RecomputeMemory:
                 table = self.memory.of_value(name, result, self._copies(name))
                 yield (name, result), self._item(interval, table, (name,))
         for key, kept in numbered(self.liveness.on_links).items():
-            if not self._is_of_view_again(kept):
+            if not self._is_of_restored_view(kept):
                 yield key, self._on_link(kept)
                 yield from ((("behind", key), item) for item in self._result_behind(kept))
         for name, copy in self.split.late.items():
@@ -115,7 +115,7 @@ class RecomputeMemory:
         ratio = self.liveness.state_bytes_per_parameter_byte
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
-    def _is_of_view_again(self, kept: OnLink) -> bool:
+    def _is_of_restored_view(self, kept: OnLink) -> bool:
         """Whether a link keeps the memory of a recomputed view, which the view's second site counts."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
@@ -150,13 +150,13 @@ class RecomputeMemory:
             if interval.birth <= interval.death:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
-    def _late_items(self, name: str, policy: Policy) -> Iterator[UsedBytes]:
+    def _late_items(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
         """A value after the forward, under a policy."""
-        if policy in AGAIN or self.options.holds(name, policy):
+        if policy in RESTORED or self.options.holds(name, policy):
             is_owner = name not in self.viewed or policy in OFFLOADED
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
-    def _owned(self, name: str, policy: Policy) -> Iterator[UsedBytes]:
+    def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
         """A value with memory of its own after the forward. A recomputed call makes results without readers, too."""
         there = tuple(kept is policy for kept in self.policies_of(name))
         start = self._start(name, policy)
@@ -167,7 +167,7 @@ class RecomputeMemory:
                 table = self.memory.of_value(name, result)
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
-    def _seen(self, name: str, policy: Policy) -> Iterator[UsedBytes]:
+    def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
         """The memory that a view keeps after the forward: none while its operand is in memory anyway, then the
         operand's memory.
         """
@@ -186,7 +186,7 @@ class RecomputeMemory:
         link = self.viewed.get(name)
         if link is None or self.planning.space.sites[link.tail].is_input:
             return
-        start, end = self._start(name, Policy.AS_READ), self.deaths[name, 0]
+        start, end = self._start(name, ValuePolicy.AS_READ), self.deaths[name, 0]
         if start <= end:
             interval = Interval(start, end)
             table = self.memory.on_link(OnLink(self.planning.space.links.index(link), Held.COPY, interval))
@@ -270,10 +270,10 @@ class RecomputeMemory:
         results = range(len(self.planning.space.sites[name].results)) if name in self.viewed else (result,)
         return max(self._end(name, each) for each in results)
 
-    def _start(self, name: str, policy: Policy) -> int:
+    def _start(self, name: str, policy: ValuePolicy) -> int:
         """The first point at which a second site counts its value."""
-        if policy in AGAIN:
-            return self.liveness.calls[self.split.again[name, policy]]
+        if policy in RESTORED:
+            return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
@@ -290,7 +290,7 @@ class RecomputeMemory:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
-    def _view_item(self, interval: Interval, name: str, policy: Policy, *, is_covered: bool) -> UsedBytes:
+    def _view_item(self, interval: Interval, name: str, policy: ValuePolicy, *, is_covered: bool) -> UsedBytes:
         """Memory that a view keeps under a policy: the copy behind the view, or the whole operand.
 
         Args:
@@ -305,7 +305,7 @@ class RecomputeMemory:
         rows = []
         for kept in self.policies_of(link.tail):
             is_of_it = tail.is_input or self.options.holds(link.tail, kept)
-            is_of_it = is_of_it or (kept in AGAIN and policy in RECOMPUTED)
+            is_of_it = is_of_it or (kept in RESTORED and policy in RECOMPUTED)
             whole = self._own_bytes(link) if kept in OFFLOADED and is_of_it else self._whole_bytes(link)
             rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
         there = [other is policy for other in self.policies_of(name)]

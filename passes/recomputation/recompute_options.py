@@ -37,7 +37,7 @@ LEAST_SHARE = 1e-3
 """Values smaller than this share of all values that the backward reads are not recomputed for their own sake."""
 
 
-class Policy(Enum):
+class ValuePolicy(Enum):
     """How the backward gets a value of the forward; see the module's docstring."""
 
     AS_READ = "as read"
@@ -48,12 +48,12 @@ class Policy(Enum):
     HOST_LATE = "on the host, back late"
 
 
-RECOMPUTED = (Policy.EARLY, Policy.LATE)
-OFFLOADED = (Policy.HOST_EARLY, Policy.HOST_LATE)
-AGAIN = (*RECOMPUTED, *OFFLOADED)
+RECOMPUTED = (ValuePolicy.EARLY, ValuePolicy.LATE)
+OFFLOADED = (ValuePolicy.HOST_EARLY, ValuePolicy.HOST_LATE)
+RESTORED = (*RECOMPUTED, *OFFLOADED)
 """Policies that free a value after the forward, and recompute or fetch it in the backward."""
 
-_AS_READ = (Policy.AS_READ,)
+_AS_READ = (ValuePolicy.AS_READ,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ class RecomputeOptions:
         late: sites of the forward whose values the backward reads, perhaps through its own views.
     """
 
-    policies: Mapping[int, tuple[Policy, ...]]
-    anchors: Mapping[str, Mapping[Policy, str]]
+    policies: Mapping[int, tuple[ValuePolicy, ...]]
+    anchors: Mapping[str, Mapping[ValuePolicy, str]]
     late: frozenset[str]
 
-    def of(self, variable: int) -> tuple[Policy, ...]:
+    def of(self, variable: int) -> tuple[ValuePolicy, ...]:
         """The policies of a variable."""
         return self.policies.get(variable, _AS_READ)
 
-    def holds(self, name: str, policy: Policy) -> bool:
+    def holds(self, name: str, policy: ValuePolicy) -> bool:
         """Whether a site's value stays in memory from the forward to the backward."""
-        return policy is Policy.KEPT or (policy is Policy.AS_READ and name in self.late)
+        return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
-    def candidates(self, policies: Collection[Policy], counts: Mapping[str, int]) -> int:
+    def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
         """The count of sites of the whole program that may have one of some policies; `counts` is
         `PlanningProblem.counts`.
         """
@@ -133,7 +133,7 @@ class _OptionSearch(ForwardCalls):
         anchors = self._anchors([name for number in remade for name in members[number]])
         moved = self._moved(members, held) if self.offload else set[int]()
         anchors = self._with_host_anchors([name for number in moved for name in members[number]], anchors)
-        policies: dict[int, tuple[Policy, ...]] = {}
+        policies: dict[int, tuple[ValuePolicy, ...]] = {}
         for number in sorted(remade | held | moved):
             policies[number] = self._policies(members[number], anchors)
         return RecomputeOptions(
@@ -179,7 +179,7 @@ class _OptionSearch(ForwardCalls):
         least = self.least_share * sum(sizes.values())
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
-    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[Policy, str]]:
+    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
         """The sites before which each site is recomputed; in program order."""
         names = list(self.space.sites)
         late = self._late_points(set(remade))
@@ -188,16 +188,16 @@ class _OptionSearch(ForwardCalls):
             number = self.segment[name]
             early[number] = min(early.get(number, len(names)), late[name])
         return {
-            name: {Policy.EARLY: names[early[self.segment[name]]], Policy.LATE: names[point]}
+            name: {ValuePolicy.EARLY: names[early[self.segment[name]]], ValuePolicy.LATE: names[point]}
             for name, point in reversed(late.items())
         }
 
     def _with_host_anchors(
-        self, moved: Collection[str], anchors: Mapping[str, Mapping[Policy, str]]
-    ) -> dict[str, dict[Policy, str]]:
+        self, moved: Collection[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
+    ) -> dict[str, dict[ValuePolicy, str]]:
         """`anchors`, with the anchors of fetches; in program order."""
         moved = set(moved)
-        found: dict[str, dict[Policy, str]] = {}
+        found: dict[str, dict[ValuePolicy, str]] = {}
         for name in self.forward:
             item = dict(anchors.get(name, {}))
             if name in moved:
@@ -206,17 +206,17 @@ class _OptionSearch(ForwardCalls):
                 found[name] = item
         return found
 
-    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Policy, str]]) -> dict[Policy, str]:
+    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
         """The sites before which a value is fetched: its first reader is a call of the backward or a recomputation."""
         direct = [link.head for link in self.readers[name] if self.is_late(link)]
-        clones = [anchors[link.head] for link in self.readers[name] if Policy.EARLY in anchors.get(link.head, {})]
-        late = direct or [clone[Policy.LATE] for clone in clones]
-        early = direct + [clone[Policy.EARLY] for clone in clones]
+        clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
+        late = direct or [clone[ValuePolicy.LATE] for clone in clones]
+        early = direct + [clone[ValuePolicy.EARLY] for clone in clones]
         if not early:
             return {}
         return {
-            Policy.HOST_EARLY: min(early, key=self.order.__getitem__),
-            Policy.HOST_LATE: min(late, key=self.order.__getitem__),
+            ValuePolicy.HOST_EARLY: min(early, key=self.order.__getitem__),
+            ValuePolicy.HOST_LATE: min(late, key=self.order.__getitem__),
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
@@ -233,11 +233,13 @@ class _OptionSearch(ForwardCalls):
                     found[name] = self.first_read[name] if name in self.first_read else min(after)
         return found
 
-    def _policies(self, names: Sequence[str], anchors: Mapping[str, Mapping[Policy, str]]) -> tuple[Policy, ...]:
+    def _policies(
+        self, names: Sequence[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
+    ) -> tuple[ValuePolicy, ...]:
         """The policies that every one of these values may have."""
-        found = [Policy.AS_READ]
+        found = [ValuePolicy.AS_READ]
         if any(self._is_unread(name) for name in names):
-            found.append(Policy.KEPT)
+            found.append(ValuePolicy.KEPT)
         for early, late in (RECOMPUTED, OFFLOADED):
             if all(early in anchors.get(name, {}) for name in names):
                 found.append(early)

@@ -29,7 +29,7 @@ from passes.memory.memory_rows import row_at
 from passes.memory.memory_usage import MemoryUsage, with_standing
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_memory import RecomputeMemory
-from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Policy, RecomputeOptions
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.solver.search_control import SearchControl, SearchStopped
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program, specs_of
@@ -75,12 +75,12 @@ class RecomputeProblem:
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
-    def again(self, choice: Sequence[int]) -> Again:
+    def restored(self, choice: Sequence[int]) -> Restored:
         """The recomputed and offloaded values of a choice, in program order.
 
         Values without memory or readers are left out.
         """
-        made = self.made_again(choice)
+        made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
             readers[link.tail].append(link)
@@ -95,15 +95,15 @@ class RecomputeProblem:
                     recomputed[name] = RecomputedNode(*place)
                 else:
                     offloaded.append(OffloadedNode(*place))
-        return Again(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
+        return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
-    def made_again(self, choice: Sequence[int]) -> dict[str, Policy]:
+    def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
         """The sites that are recomputed or fetched, and their policy.
 
         Views of saved values are saved too, not recomputed.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
-        found: dict[str, Policy] = {}
+        found: dict[str, ValuePolicy] = {}
         for name in self.options.anchors:
             policy = self.policy(name, choice)
             is_held = (
@@ -112,7 +112,7 @@ class RecomputeProblem:
                 and viewed[name].tail not in found
                 and not self._is_moved(viewed[name], choice)
             )
-            if policy in AGAIN and not is_held:
+            if policy in RESTORED and not is_held:
                 found[name] = policy
         return found
 
@@ -122,18 +122,18 @@ class RecomputeProblem:
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
 
-    def policy(self, name: str, choice: Sequence[int]) -> Policy:
+    def policy(self, name: str, choice: Sequence[int]) -> ValuePolicy:
         """The policy of a site's value under a choice."""
         variable = self.planning.classes[name]
         return self.policies(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
-    def policies(self, variable: int) -> tuple[Policy, ...]:
+    def policies(self, variable: int) -> tuple[ValuePolicy, ...]:
         """The policies of a variable."""
         return self.options.of(variable)
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Restored:
     """The values that a program recomputes and fetches in the backward, in program order."""
 
     recomputed: tuple[RecomputedNode, ...] = ()
@@ -143,7 +143,7 @@ class Again:
         return bool(self.recomputed or self.offloaded)
 
 
-NOTHING_AGAIN = Again()
+NOTHING_RESTORED = Restored()
 """No recomputation and no offload."""
 
 
@@ -212,7 +212,7 @@ class _Building:
         total = np.zeros(len(self.planning.assignment.costs[variable]))
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
-            for result in self.read_again[name]:
+            for result in self.read_back[name]:
                 sizes = local_bytes_of(site.results[result], specs_of(site, result), self.planning.space.mesh)
                 total += self.site_runs[name] * self.planning.prices.host_times(sizes)
         return total
@@ -222,7 +222,7 @@ class _Building:
         return self.planning.site_runs()
 
     @cached_property
-    def read_again(self) -> dict[str, set[int]]:
+    def read_back(self) -> dict[str, set[int]]:
         """The results of each site that the backward or its recomputation reads."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
@@ -259,15 +259,15 @@ class _Building:
             found[key] = found[key] & pairs if key in found else pairs
         return found
 
-    def _fits_together(self, link: Link, tail: Policy, head: Policy) -> bool:
+    def _fits_together(self, link: Link, tail: ValuePolicy, head: ValuePolicy) -> bool:
         if head not in RECOMPUTED or self.planning.space.sites[link.tail].is_input:
             return True
-        if tail in AGAIN:
-            before, after = self.memory.split.again[link.tail, tail], self.memory.split.again[link.head, head]
+        if tail in RESTORED:
+            before, after = self.memory.split.restored[link.tail, tail], self.memory.split.restored[link.head, head]
             return self.memory.liveness.calls[before] < self.memory.liveness.calls[after]
         return self.options.holds(link.tail, tail)
 
 
-def _runs(policy: Policy) -> int:
+def _runs(policy: ValuePolicy) -> int:
     """How often a call runs in a step."""
     return 2 if policy in RECOMPUTED else 1

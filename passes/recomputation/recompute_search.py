@@ -27,7 +27,7 @@ from passes.planning.search import Search, Searchable, restrict
 from passes.recomputation.fitting import JointSolution, PeakOf, bounded, fitting
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.with_restored import host_bytes, with_restored
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.search_control import SearchStopped
@@ -187,12 +187,12 @@ def _solve(
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
     """The plan of a choice of a problem with recomputation."""
-    again, choice = problem.again(found.choice), problem.without_policies(found.choice)
-    running, counts = with_again(problem.planning, again), problem.planning.counts()
+    restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
+    running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(
         running,
         Solution(choice, found.cost, found.lower_bound),
-        again,
+        restored,
         problem.options.candidates(RECOMPUTED, counts),
         problem.options.candidates(OFFLOADED, counts),
         host_bytes(running, choice),

@@ -2,7 +2,7 @@
 
 The forward reads the original site. For each site with several policies, a second site yields the same value for later
 readers (`late`). For each policy that recomputes or fetches, a third site reads the operands of the recomputation
-(`again`). A fetch has no operands. Lifetimes of this space are those of both sites and of the recomputation's operands.
+(`restored`). A fetch has no operands. Lifetimes of this space are the lifetimes of both sites and of those operands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.recompute import PHASE
-from passes.recomputation.recompute_options import AGAIN, RECOMPUTED, Policy, RecomputeOptions
+from passes.recomputation.recompute_options import RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 
@@ -27,16 +27,16 @@ class SplitSpace:
     Args:
         space: the sites and links; the first links are those of the original space, in order.
         late: site to the site of its value in the backward.
-        again: site and policy to the site that recomputes the value, or fetches it from the host.
-        sources: the sites of `late` and `again`, to their original and its policy (None for any policy).
+        restored: site and policy to the site that recomputes the value, or fetches it from the host.
+        sources: the sites of `late` and `restored`, to their original and its policy (None for any policy).
     """
 
     space: SearchSpace
     late: Mapping[str, str]
-    again: Mapping[tuple[str, Policy], str]
-    sources: Mapping[str, tuple[str, Policy | None]]
+    restored: Mapping[tuple[str, ValuePolicy], str]
+    sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
-    def origin(self, name: str) -> tuple[str, Policy | None]:
+    def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
         """The original site of a site, and the policy under which it exists."""
         return self.sources.get(name, (name, None))
 
@@ -45,27 +45,27 @@ def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[
     """The split space of `space`."""
     kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
-    again = {
+    restored = {
         (name, policy): f"{name}, {policy.value} again"
         for name in kept
         for policy in options.policies[classes[name]]
-        if policy in AGAIN
+        if policy in RESTORED
     }
     sources = {copy: (name, None) for name, copy in late.items()}
-    sources |= {copy: (name, policy) for (name, policy), copy in again.items()}
-    sites = dict(_sites(space, options, late, again))
+    sources |= {copy: (name, policy) for (name, policy), copy in restored.items()}
+    sites = dict(_sites(space, options, late, restored))
     moved = [
         dataclasses.replace(link, tail=late[link.tail]) if link.tail in late and _is_late(space, link) else link
         for link in space.links
     ]
     added = [
-        dataclasses.replace(link, tail=late.get(link.tail, link.tail), head=again[link.head, policy])
+        dataclasses.replace(link, tail=late.get(link.tail, link.tail), head=restored[link.head, policy])
         for link in space.links
         for policy in RECOMPUTED
-        if (link.head, policy) in again
+        if (link.head, policy) in restored
     ]
     whole = dataclasses.replace(space, sites=sites, links=(*moved, *added))
-    return SplitSpace(whole, late, again, sources)
+    return SplitSpace(whole, late, restored, sources)
 
 
 def _is_late(space: SearchSpace, link: Link) -> bool:
@@ -78,11 +78,11 @@ def _sites(
     space: SearchSpace,
     options: RecomputeOptions,
     late: Mapping[str, str],
-    again: Mapping[tuple[str, Policy], str],
+    restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
     """The sites in the order of the program: the second lives behind the forward, recomputations where they happen."""
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for (name, policy), copy in again.items():
+    for (name, policy), copy in restored.items():
         before[options.anchors[name][policy]].append((name, copy))
     forward = [name for name, site in space.sites.items() if site.node is not None and site.phase == "forward"]
     calls = [name for name in forward if not space.sites[name].is_input]

@@ -8,25 +8,25 @@ from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.fitting import JointSolution, PeakOf
-from passes.recomputation.recompute_problem import Again
-from passes.recomputation.with_again import with_again
+from passes.recomputation.recompute_problem import Restored
+from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
     """The savings and costs of recomputation and offload, each given the other."""
-    choice, again = found.solution.choice, found.again
+    choice, restored = found.solution.choice, found.restored
 
-    def without(left: Again) -> tuple[int, float]:
+    def without(left: Restored) -> tuple[int, float]:
         """Bytes that the peak falls by, and seconds that the step grows by, compared with a program of `left` alone."""
-        other = with_again(planning, left)
+        other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]
         return peaks[0] - peaks[1], costs[1] - costs[0]
 
     recompute, offload = NO_RECOMPUTE, NO_OFFLOAD
-    if again.recomputed:
-        recompute = Recompute(again.recomputed, found.recomputable, *without(replace(again, recomputed=())))
-    if again.offloaded:
+    if restored.recomputed:
+        recompute = Recompute(restored.recomputed, found.recomputable, *without(replace(restored, recomputed=())))
+    if restored.offloaded:
         host = int(found.host_bytes)
-        offload = Offload(again.offloaded, found.offloadable, host, *without(replace(again, offloaded=())))
+        offload = Offload(restored.offloaded, found.offloadable, host, *without(replace(restored, offloaded=())))
     return recompute, offload

@@ -19,9 +19,9 @@ from autoshard.ir.text import format_bytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.forward_calls import ForwardCalls
-from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
+from passes.recomputation.recompute_problem import NOTHING_RESTORED, Restored
 from passes.recomputation.recompute_segments import block_segments
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.with_restored import host_bytes, with_restored
 from passes.strategies.enumerate_strategies import SearchSpace
 
 
@@ -29,14 +29,14 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
     """The problem of the program with a recipe's recomputation and offload; the problem records these values.
 
     Raises:
-        NotAlikeError: see `with_again`.
+        NotAlikeError: see `with_restored`.
     """
     recompute, offload = recipe.recompute == "full", recipe.offload == "activations"
     if not (recompute or offload):
         return planning
-    again = whole_blocks(planning.space, recompute=recompute, offload=offload)
-    decided = with_again(planning, again)
-    decided.derived[_DECIDED] = (planning, again)
+    restored = whole_blocks(planning.space, recompute=recompute, offload=offload)
+    decided = with_restored(planning, restored)
+    decided.derived[_DECIDED] = (planning, restored)
     return decided
 
 
@@ -46,8 +46,8 @@ def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolut
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.
     """
-    without, again = found.planning.derived.get(_DECIDED, (found.planning, NOTHING_AGAIN))
-    if not again:
+    without, restored = found.planning.derived.get(_DECIDED, (found.planning, NOTHING_RESTORED))
+    if not restored:
         return without, found
     size, room = host_bytes(found.planning, found.solution.choice), without.prices.cluster.host_bytes_per_device
     if room is not None and size > room:
@@ -56,19 +56,19 @@ def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolut
             f"{format_bytes(room)}. Use recompute='full', more devices or smaller micro-batches."
         )
     counts = without.counts()
-    numbers = (sum(counts.get(node.name, 1) for node in nodes) for nodes in (again.recomputed, again.offloaded))
-    return without, JointSolution(found.planning, found.solution, again, *numbers, host_bytes=size)
+    numbers = (sum(counts.get(node.name, 1) for node in nodes) for nodes in (restored.recomputed, restored.offloaded))
+    return without, JointSolution(found.planning, found.solution, restored, *numbers, host_bytes=size)
 
 
 _DECIDED = "decided blocks"
 
 
-def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Again:
+def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Restored:
     """Find the calls that the blocks of a program recompute and offload."""
     blocks = _Blocks(space)
     remade = blocks.remade(views_alone=not recompute) if recompute or offload else {}
     moved = blocks.moved(remade) if offload else {}
-    return Again(
+    return Restored(
         tuple(RecomputedNode(name, remade[name], blocks.module(name)) for name in blocks.forward if name in remade),
         tuple(OffloadedNode(name, moved[name], blocks.module(name)) for name in blocks.forward if name in moved),
     )

@@ -6,7 +6,7 @@ The first stage also has what comes before the blocks, the last what comes after
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -78,24 +78,18 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
     return tuple(counts)
 
 
-def rank_layers(stages: Sequence[Stage], recipe: Execution) -> list[dict[str, int]]:
-    """By pipeline rank, how often it has each layer class, as its schedule lays the stages out."""
-    held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
+def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
+    """How often each pipeline rank has each layer class, as its schedule lays the stages out, [ranks, classes]."""
+    counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
-        for name, count in stage.layers:
-            held[owner][name] = held[owner].get(name, 0) + count
-    return held
+        counts[owner] += layer_counts(names, stage)
+    return counts
 
 
-def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """How often each pipeline rank has each layer class, [ranks, classes]."""
-    return np.array([layer_counts(names, held.items()) for held in rank_layers(stages, recipe)])
-
-
-def layer_counts(names: Sequence[str], held: Iterable[tuple[str, int]]) -> Floats:
-    """How often a rank or stage has each layer class, in the order of `names`."""
-    counts = dict(held)
+def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
+    """How often a stage has each layer class, in the order of `names`."""
+    counts = dict(stage.layers)
     return np.array([counts.get(name, 0) for name in names], dtype=float)
 
 

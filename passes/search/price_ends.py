@@ -1,4 +1,4 @@
-"""What a pipeline rank does once per step: gradients are reduced, parameters updated, and gathered."""
+"""The ends of a step on a pipeline rank: gradients are reduced, parameters updated and gathered, once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster
 def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements.
 
-    What each micro-batch did (`price_recipe.sharded_time`) is not done again.
+    Exchanges of each micro-batch are left out (`price_recipe.sharded_time`).
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     reduce_s = gather_s = 0.0

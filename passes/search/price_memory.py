@@ -1,14 +1,14 @@
-"""Peak memory of a rank under a recipe: what lies there all the time, and what a step adds.
+"""Peak memory of a rank under a recipe: bytes that lie there all the time, and bytes that a step adds.
 
 * Parameters, gradients and optimizer state, each sharded as the ZeRO stage says. Under ZeRO-3 the shard is the master
   weight; two blocks' weights are gathered at a time.
-* Activations: what each micro-batch in flight keeps for its backward. With full recomputation that is what enters each
-  block, and what a block keeps while its backward runs; with selective, all but the core (attention's, or the modules
-  that it names). Offloaded, what blocks keep lies on the host, but for two of them: the one whose values go
-  or come, and its neighbour.
-* What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
-* Workspace: the most that one kernel reads and writes of what is not kept: of logits that are kept their gradient, of
-  other values a gradient and what is made of it. One layer class at a time has it, and what is computed again.
+* Activations: the values that each micro-batch in flight keeps for its backward. With full recomputation these are the
+  values that enter each block, and a block's own while its backward runs; with selective, all but attention's core.
+* Offloaded, the kept values lie on the host, but for those of two blocks: one whose values go or come, and its
+  neighbour.
+* The update needs gradients in float32, for master weights, in place of activations where it is more.
+* Workspace: the most that one kernel reads and writes of values that are not kept. One layer class at a time has it,
+  and its recomputed values.
 
 All ranks of a pipeline, and all pipelines of a search, are counted at once: arrays are [..., ranks, classes].
 """
@@ -47,10 +47,10 @@ class HeldBytes(NamedTuple):
 
     Args:
         kept, away: for a micro-batch, on the device and on the host.
-        parameters, gradients, state: of parameters that lie there all the time.
-        gathered: of a block and its neighbour, by ZeRO-3.
+        parameters, gradients, state: lie there all the time.
+        gathered: weights of a block and its neighbour, by ZeRO-3.
         again, workspace: while the layer class runs backward.
-        update: of the float32 copy of gradients that master weights are updated with.
+        update: the float32 copy of gradients that master weights are updated with.
     """
 
     kept: Floats
@@ -88,7 +88,7 @@ def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str
     """Bytes of each pipeline rank by what they are, [..., ranks].
 
     Args:
-        held: of each layer class.
+        held: bytes of each layer class.
         counts: how often each rank has each layer class, [..., ranks, classes].
         in_flight: micro-batches that each of its stages holds at its peak, [..., ranks].
     """
@@ -126,10 +126,10 @@ def memory_price(
     """The memory of the fullest pipeline rank.
 
     Args:
-        sizes: of each layer class.
+        sizes: the price of each layer class.
         stages: how often each stage has each layer class.
-        recipe: what is kept, sharded and computed again.
-        groups: how many ranks share.
+        recipe: the recipe.
+        groups: its groups.
         in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
     """
     counts = rank_counts(tuple(sizes), stages, recipe)

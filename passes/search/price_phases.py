@@ -1,15 +1,15 @@
-"""What a phase of a layer class takes for one micro-batch: on the device, with its collectives, and on the host.
+"""Seconds of a phase of a layer class for one micro-batch: on the device, with its collectives, and on the host.
 
-Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients, those of
-the context axis beside attention, experts' beside what is left of all computation, of another micro-batch. The host
-issues kernels ahead of the device, which waits for it where it is slower; it issues on while the device waits for a
-collective. So a phase takes the longer of the two:
+Collectives run beside computation of their own. Tensor collectives run beside products of weight gradients, context
+collectives beside attention. Expert collectives run beside the remaining computation of another micro-batch. The host
+issues kernels ahead of the device, also while the device waits for a collective. The device waits for the host where
+that is slower. So a phase takes the longer of the two:
 
     max(computation + exposed, kernels * dispatch),     exposed = sent - (1 - interference) * hidden
 
-Where a schedule cuts the backward in two, each part waits for the host by itself, and products of weight gradients,
-which run later, hide none of the collectives (Qi et al. 2023 delay them; Megatron-LM hides collectives beside them).
-So nothing takes longer where a device or a link is faster.
+Some schedules cut the backward in two (Qi et al. 2023). Then each part waits for the host by itself. Products of weight
+gradients run later and hide no collectives, as they do in Megatron-LM. So nothing takes longer where a device or a link
+is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PhaseTime:
     Args:
         compute_s: computation on the device.
         exposed: by axis, what its collectives add to that.
-        late_s: of `compute_s`, products of weight gradients; `late_hidden_s`: what they save of `exposed`.
+        late_s: the part of `compute_s` in products of weight gradients.
+        late_hidden_s: seconds of `exposed` that these products hide.
         issue_s: the host's time to issue all of it, ahead of the device; `late_issue_s`: products of weight gradients.
     """
 
@@ -51,12 +52,12 @@ class PhaseTime:
 
     @property
     def input_gradient_s(self) -> float:
-        """What a cut backward runs first."""
+        """Seconds of the first part of a cut backward."""
         return max(self._device_s - self.late_s + self.late_hidden_s, self.issue_s - self.late_issue_s)
 
     @property
     def weight_gradient_s(self) -> float:
-        """What a cut backward runs later."""
+        """Seconds of the later part of a cut backward."""
         return max(self.late_s, self.late_issue_s)
 
     @property
@@ -83,7 +84,7 @@ def phase_time(
 
     Args:
         phase: the phase of a layer class.
-        recipe, groups, cluster: as it runs.
+        recipe, groups, cluster: the recipe, its groups, the hardware.
         done: computation that is done already, and is left out.
     """
     kernels = phase.busy.kernels - done.kernels

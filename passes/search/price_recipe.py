@@ -1,21 +1,23 @@
-"""Price a recipe: from the prices of a model's layer classes to the time and memory of a training step.
+"""Price a recipe: from the prices of a model's layer classes to the time of a training step.
 
 1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
-2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: of collectives of
-   its layout (`price_phases`), and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead;
-   where gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch. What blocks keep may go to the host
-   and come back, beside the same computation, on links of its own.
-3. The schedule runs them.
-4. Once per step gradients are reduced, parameters are updated and gathered.
+2. A stage takes its computation for one micro-batch, and the communication that nothing hides. Its layout has
+   collectives (`price_phases`). ZeRO-3 gathers parameters, prefetched one block ahead. ZeRO-2 and -3 reduce the
+   gradients of each micro-batch. Offloaded values go to the host and come back beside computation, on links of their
+   own.
+3. The schedule runs the stages.
+4. Once per step gradients are reduced, parameters are updated and gathered (`price_ends`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time, all_reduce_time, point_to_point_time, reduce_scatter_time
@@ -25,37 +27,51 @@ from cost_models.order_times import StageTimes
 from cost_models.streams import beside, slowed
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import Busy, LayerPrice, PhasePrice
-from passes.search.pipeline_stages import Stage, cuts_backward, rank_layers, stages_time
+from passes.search.pipeline_stages import Floats, Stage, cuts_backward, layer_counts, rank_counts, stages_time
 from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
 from passes.search.price_memory import kept_bytes
 from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 HOST = "the host"
-"""What copies to the host and back count as in a step's communication."""
+"""The name of copies to the host and back in the communication of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Seconds of a layer class, once, with what is hidden taken off.
+class LayerTimes(NamedTuple):
+    """Times of layer classes for one micro-batch, with hidden communication taken off, [classes].
 
     Args:
-        forward_s, backward_s: of the passes, the backward without what it recomputes.
-        recompute_s: that.
-        input_gradient_s, weight_gradient_s: of a backward that is cut in two; they take at least `backward_s`.
-        communication: the part of all that is exposed communication, by axis.
+        forward_s, backward_s: seconds of the passes, the backward without recomputation.
+        recompute_s: seconds of recomputation.
+        input_gradient_s, weight_gradient_s: the parts of a cut backward; they take at least `backward_s`.
+        dense, expert: parameters outside of experts, and in them.
+        communication: the part of all that is exposed communication, by axis, for each layer class.
     """
 
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    input_gradient_s: float
-    weight_gradient_s: float
-    communication: Mapping[str, float]
+    forward_s: Floats
+    backward_s: Floats
+    recompute_s: Floats
+    input_gradient_s: Floats
+    weight_gradient_s: Floats
+    dense: Floats
+    expert: Floats
+    communication: Sequence[Mapping[str, float]]
 
 
-def layer_time(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> LayerTime:
-    """The time of a layer class for one micro-batch."""
+def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups, cluster: Cluster) -> LayerTimes:
+    """The times of layer classes, in their order."""
+    rows, communication = [], []
+    for name, price in layers.items():
+        row, exposed = _layer_time(price, recipe, groups, cluster, is_block=name not in (BEFORE, AFTER))
+        rows.append((*row, price.parameters, price.expert_parameters))
+        communication.append(exposed)
+    return LayerTimes(*np.array(rows, dtype=float).T, communication=communication)
+
+
+def _layer_time(
+    price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
+) -> tuple[tuple[float, ...], Mapping[str, float]]:
+    """The times of a layer class in the order of `LayerTimes`, and its exposed communication."""
     forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
     gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
     adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device)
@@ -67,14 +83,15 @@ def layer_time(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cl
     for part in (forward.communication, there.exposed, backward.communication, again.communication, back.exposed):
         for name, value in part.items():
             communication[name] = communication.get(name, 0.0) + value
-    return LayerTime(
-        there.total_s, back.total_s + adding_s - again.total_s, again.total_s,
-        back.first_s - again.total_s, backward.weight_gradient_s + adding_s, communication,
+    times_s = (
+        there.total_s, back.total_s + adding_s - again.total_s, again.total_s, back.first_s - again.total_s,
+        backward.weight_gradient_s + adding_s,
     )  # fmt: skip
+    return times_s, communication
 
 
 def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
-    """What a layer class's backward computes again."""
+    """The recomputation in a layer class's backward."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
@@ -97,7 +114,7 @@ class _PassTimes(NamedTuple):
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
     """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
 
-    Where the pass is cut, all exchange is in its first part.
+    All exchange of a cut pass is in its first part.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
@@ -121,8 +138,8 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
     """Seconds of gathering a layer class's parameters in the forward, and again with reducing their gradients after.
 
     ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
-    shared out among the ranks that hold the same ones. Where collectives take lists, each matrix is gathered by
-    itself, and vectors stay whole (DeepSpeed's ZeRO-3).
+    shared out among the ranks that hold the same ones. Collectives of lists gather each matrix by itself, and vectors
+    stay whole (DeepSpeed's ZeRO-3).
     """
     if not recipe.reduces_each:
         return 0.0, 0.0
@@ -149,7 +166,7 @@ class Step:
     Args:
         layers: the price of each layer class.
         stages: how often each stage has each layer class.
-        recipe, groups, cluster: as it runs.
+        recipe, groups, cluster: the recipe, its groups, the hardware.
     """
 
     layers: Mapping[str, LayerPrice]
@@ -173,9 +190,9 @@ class Step:
         busy_s *= recipe.micro_batches / recipe.pipeline
         waited_s = 0.0 if recipe.pipeline == 1 else max(0.0, self._pipe_s - busy_s)
         sends_s = min(sends_s, waited_s)
-        for name, time in self.times.items():
-            share = sum(counts.get(name, 0) for counts in self.ranks) * recipe.micro_batches / recipe.pipeline
-            for axis, value in time.communication.items():
+        shares = self.ranks.sum(axis=0) * recipe.micro_batches / recipe.pipeline
+        for exposed, share in zip(self.times.communication, shares.tolist(), strict=True):
+            for axis, value in exposed.items():
                 key = f"communication over {axis}"
                 found[key] = found.get(key, 0.0) + value * share
         if waited_s > sends_s:
@@ -190,12 +207,9 @@ class Step:
         return stages_time(self.stage_times, self.recipe)
 
     @cached_property
-    def times(self) -> Mapping[str, LayerTime]:
+    def times(self) -> LayerTimes:
         """Times of the layer classes."""
-        parts = (self.recipe, self.groups, self.cluster)
-        return {
-            name: layer_time(price, *parts, is_block=name not in (BEFORE, AFTER)) for name, price in self.layers.items()
-        }
+        return layer_times(self.layers, self.recipe, self.groups, self.cluster)
 
     @cached_property
     def send_s(self) -> float:
@@ -205,39 +219,34 @@ class Step:
     @cached_property
     def stage_times(self) -> Sequence[StageTimes]:
         """Times of each stage for a micro-batch."""
-        known = {stage: self._stage_times(stage) for stage in dict.fromkeys(self.stages)}
+        names, times = tuple(self.layers), self.times
+        parts = (times.forward_s, times.backward_s, np.zeros(len(names)), times.recompute_s)
+        if cuts_backward(self.recipe):
+            parts = (times.forward_s, times.input_gradient_s, times.weight_gradient_s, times.recompute_s)
+        known: dict[Stage, StageTimes] = {}
+        for stage in dict.fromkeys(self.stages):
+            counts = layer_counts(names, stage)
+            forward_s, first_s, late_s, again_s = (float(counts @ part) for part in parts)
+            known[stage] = StageTimes(forward_s, first_s, late_s, self.send_s, again_s)
         return [known[stage] for stage in self.stages]
 
-    def _stage_times(self, stage: Stage) -> StageTimes:
-        def total(part: Callable[[LayerTime], float]) -> float:
-            return sum(part(self.times[name]) * count for name, count in stage.layers)
-
-        forward_s, again_s = total(lambda time: time.forward_s), total(lambda time: time.recompute_s)
-        if not cuts_backward(self.recipe):
-            return StageTimes(forward_s, total(lambda time: time.backward_s), 0.0, self.send_s, again_s)
-        first_s, late_s = total(lambda time: time.input_gradient_s), total(lambda time: time.weight_gradient_s)
-        return StageTimes(forward_s, first_s, late_s, self.send_s, again_s)
-
     @cached_property
-    def ranks(self) -> Sequence[Mapping[str, int]]:
-        """How often each pipeline rank has each layer class."""
-        return rank_layers(self.stages, self.recipe)
+    def ranks(self) -> Floats:
+        """How often each pipeline rank has each layer class, [ranks, classes]."""
+        return rank_counts(tuple(self.layers), self.stages, self.recipe)
 
     @cached_property
     def end(self) -> Mapping[str, float]:
         """The ends of the rank on which they take longest."""
-        kinds = dict.fromkeys(tuple(counts.items()) for counts in self.ranks)
-        ends = [end_times(self._load_of(counts), self.recipe, self.groups, self.cluster) for counts in kinds]
+        kinds = dict.fromkeys(map(tuple, self.ranks.tolist()))
+        ends = [end_times(load_of(kind, self.times), self.recipe, self.groups, self.cluster) for kind in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))
 
-    def _load_of(self, counts: Iterable[tuple[str, int]]) -> EndLoad:
-        mine = [(self.layers[name], self.times[name], count) for name, count in counts]
-        return EndLoad(
-            dense=sum(price.parameters * count for price, _, count in mine),
-            expert=sum(price.expert_parameters * count for price, _, count in mine),
-            forward_s=sum(time.forward_s * count for _, time, count in mine),
-            backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
-        )
+
+def load_of(counts: Sequence[float], times: LayerTimes) -> EndLoad:
+    """The load of a rank that has each layer class so often."""
+    parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
+    return EndLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:

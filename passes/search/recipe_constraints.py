@@ -1,6 +1,6 @@
 """Constraints on the recipes that are searched: fields with the value, or the values, that they may have.
 
-`{"tensor": 8, "pipeline": (1, 2, 4)}`. What a framework overlaps and fuses is no field of recipes but its `Runtime`.
+`{"tensor": 8, "pipeline": (1, 2, 4)}`. Overlap and fusion are no fields of recipes, but of a `Runtime`.
 """
 
 from __future__ import annotations

@@ -30,9 +30,11 @@ class Groups:
     """The links of the recipe's groups.
 
     Args:
-        tensor, context, expert: of these axes; replicas: of data x context; `zero`: over which ZeRO shards; `outer`: of
-            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two
-            stages that follow each other.
+        tensor, context, expert: the groups of these axes.
+        replicas: ranks of data x context.
+        zero: ranks over which ZeRO shards; `outer`: replicas of such a group.
+        expert_replicas: ranks that hold the same experts.
+        neighbours: two stages that follow each other.
     """
 
     tensor: GroupLinks
@@ -112,8 +114,8 @@ def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> floa
 
 
 _LISTED_S = 2e-5
-"""Seconds in which the host issues a view and a copy for each rank of a collective that takes a list of tensors, from
-C++, without Python between them (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel: 5 to 25 us)."""
+"""Seconds of the host for each rank of a collective that takes a list of tensors. It makes a view and a copy, from C++,
+without Python (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us)."""
 
 
 def in_pieces(

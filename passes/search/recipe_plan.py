@@ -36,7 +36,7 @@ def recipe_plan(
     Args:
         priced: the traced model.
         recipe: the recipe.
-        cluster: as large as the recipe needs.
+        cluster: the hardware, with as many devices as the recipe needs.
 
     Raises:
         RecipeError: see `autoshard.price`.
@@ -69,7 +69,7 @@ def recipe_plan(
 
 
 def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) -> Prediction:
-    """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
+    """The prediction of a step under a recipe, on the fullest rank."""
     groups, stages = recipe_groups(recipe, cluster), share_out(priced.blocks, recipe)
     layers = priced.layer_prices(recipe, cluster)
     step = Step(layers, stages, recipe, groups, cluster)

@@ -1,32 +1,91 @@
-"""Price many recipes of one model on one cluster, and bound what they take; what recipes share is found once."""
+"""Price many recipes of one model on one cluster, and bound their steps from below; prices of layer classes are shared.
+
+A layer class takes f seconds forward and b backward for one micro-batch, with exposed communication and recomputation.
+A step has m micro-batches. Pipeline rank r has counts c(r) of each class; h(r) counts those before its first stage.
+
+1. *Mean.* Some of P ranks has at least the mean work, m sum(f + b) / P. No micro-batch takes less than its forward and
+   its gradients of inputs through all stages.
+2. *Path of a rank.* Rank r begins behind h(r), each stage handing over in s seconds, and works without a break. The
+   last micro-batch's backward passes h(r) again, unless the schedule cuts backwards in two:
+
+       T >= h(r) f + r s + m c(r) (f + b) [ + h(r) b + r s ]
+
+   The ends of the rank with most parameters follow (`price_ends.end_times`). With equal stages this is the price.
+
+Every bound is less by one part in 10^9, for rounding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
+from cost_models.schedule_orders import most_in_flight
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import LayerPrice
 from passes.search.layers.price_model import CountedModel
-from passes.search.pipeline_stages import Floats, Stage, in_flight, share_out
-from passes.search.price_ends import EndLoad, end_times
+from passes.search.pipeline_stages import Floats, Stage, cuts_backward, in_flight, layer_counts, rank_counts, share_out
+from passes.search.price_ends import end_times
 from passes.search.price_memory import held_bytes, host_bytes, memory_parts, memory_price
-from passes.search.price_recipe import Step, send_time
-from passes.search.recipe_bounds import (
-    ROUNDING,
-    LayerTable,
-    Places,
-    held_by,
-    layer_table,
-    path_times,
-    places_of,
-)
+from passes.search.price_recipe import LayerTimes, Step, layer_times, load_of, send_time
 from passes.search.recipe_groups import Groups, recipe_groups
 from passes.search.recipe_space import Pipe
+
+ROUNDING = 1.0 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places of layer classes in pipelines of as many ranks.
+
+    Args:
+        counts: how often each rank has each layer class, [pipes, ranks, classes].
+        before: how often layer classes come before the rank's first stage, [pipes, ranks, classes].
+        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
+    """
+
+    counts: Floats
+    before: Floats
+    is_whole: NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1024)
+def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
+    """The places of layer classes, in the order of `names`, in pipelines of a model with some blocks."""
+    counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
+    return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
+
+
+@lru_cache(maxsize=8192)
+def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
+    """The entries of `Places` of one pipeline."""
+    recipe = pipe.recipe(len(blocks))
+    stages = share_out(blocks, recipe)
+    passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
+    before = np.concatenate([np.zeros((1, len(names))), passed])[: pipe.pipeline]
+    return rank_counts(names, stages, recipe), before, not cuts_backward(recipe)
+
+
+def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
+    """Seconds of the longest path of a rank before its ends, [pipes]."""
+    hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
+    entering = places.before @ times.forward_s + hops
+    leaving = places.is_whole * (places.before @ backward_s + hops)
+    work = places.counts @ (times.forward_s + backward_s)
+    return (entering + micro_batches * work + leaving).max(axis=1)
+
+
+@lru_cache(maxsize=4096)
+def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
+    """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
+    held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
+    return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 
 
 @dataclass
@@ -41,10 +100,8 @@ class RecipePricer:
     counted: CountedModel
     cluster: Cluster
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
-    _tables: dict[tuple[object, ...], LayerTable] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict)
     _layers: dict[tuple[object, ...], Mapping[str, LayerPrice]] = field(default_factory=dict)
-    _ends: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _counts: dict[tuple[str, ...], Floats] = field(default_factory=dict)
 
     def groups(self, recipe: Execution) -> Groups:
         """The groups of a recipe."""
@@ -103,57 +160,46 @@ class RecipePricer:
         layers = self.layers(last)
         held = held_bytes(layers, last, self.groups(last))
         each = held.kept + held.parameters + held.gradients + held.state
-        mean = float(self._counts_of(tuple(layers)) @ each) / last.pipeline
+        mean = float(self._counts_of(layers) @ each) / last.pipeline
         return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
         """Bound on the step of a recipe in any pipeline: the mean of ranks, and a micro-batch's latency."""
-        table = self._table(recipe)
-        counts = self._counts_of(tuple(self.layers(recipe)))
+        times, counts = self._times_of(recipe), self._counts_of(self.layers(recipe))
+        backward_s = times.backward_s + times.recompute_s
+        first_s = np.minimum(backward_s, times.input_gradient_s + times.recompute_s)
         share = recipe.micro_batches / recipe.pipeline
-        forward, backward, first = (float(counts @ values) for values in table[:3])
-        return ROUNDING * max(share * (forward + backward), forward + first)
+        each = (share * (times.forward_s + backward_s), times.forward_s + first_s)
+        return ROUNDING * max(float(counts @ part) for part in each)
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
         """Bounds on the step of a recipe in each of some pipelines of as many ranks: paths of ranks, with ends."""
-        table, layers, groups = self._table(recipe), self.layers(recipe), self.groups(recipe)
+        times, layers, groups = self._times_of(recipe), self.layers(recipe), self.groups(recipe)
         places = self._places(recipe, pipes)
         send_s = send_time(layers, recipe, groups)
-        seconds = path_times(table, places, send_s, recipe.micro_batches)
-        heaviest = (places.counts @ (table.dense + table.expert)).argmax(axis=1)
+        seconds = path_times(times, places, send_s, recipe.micro_batches)
+        heaviest = (places.counts @ (times.dense + times.expert)).argmax(axis=1)
         counts = places.counts[np.arange(len(pipes)), heaviest]
-        seconds = seconds + [self._end_s(tuple(each), table, recipe, groups) for each in counts.tolist()]
-        return ROUNDING * seconds
+        loads = [load_of(each, times) for each in counts.tolist()]
+        ends_s = [sum(end_times(load, recipe, groups, self.cluster).values()) for load in loads]
+        return ROUNDING * (seconds + ends_s)
 
     def _places(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Places:
         return places_of(tuple(self.layers(recipe)), self.counted.blocks, pipes)
 
-    def _end_s(self, counts: tuple[float, ...], table: LayerTable, recipe: Execution, groups: Groups) -> float:
-        """Seconds of the ends of a rank that has layer classes so often."""
-        forward, backward, _, dense, expert = (float(np.dot(counts, values)) for values in table)
-        load = EndLoad(dense, expert, forward, backward)
-        key = (load, recipe.zero, recipe.zero_group, recipe.pipeline, *_layout_of(recipe))
-        if key not in self._ends:
-            self._ends[key] = sum(end_times(load, recipe, groups, self.cluster).values())
-        return self._ends[key]
-
-    def _table(self, recipe: Execution) -> LayerTable:
-        """The same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
+    def _times_of(self, recipe: Execution) -> LayerTimes:
+        """The times of layer classes; recipes share them that differ in the pipeline, or in unused sharding."""
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
         key = (*_layout_of(recipe), recipe.recompute, recipe.offload, turns, shards)
-        if key not in self._tables:
-            parts = (recipe, self.groups(recipe), self.cluster)
-            self._tables[key] = layer_table(self.layers(recipe), *parts)
-        return self._tables[key]
+        if key not in self._times:
+            self._times[key] = layer_times(self.layers(recipe), recipe, self.groups(recipe), self.cluster)
+        return self._times[key]
 
-    def _counts_of(self, names: tuple[str, ...]) -> Floats:
+    def _counts_of(self, names: Iterable[str]) -> Floats:
         """How often the model has each of some layer classes."""
-        if names not in self._counts:
-            held = [BEFORE, *self.counted.blocks, AFTER]
-            self._counts[names] = np.array([float(held.count(name)) for name in names])
-        return self._counts[names]
+        return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:

@@ -29,8 +29,8 @@ class RecipeProblem:
         base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
         memory_limit: bytes of a device that recipes may take.
         least_tokens: see `RecipeSpace`.
-        pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
-            tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
+        pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Pinned
+            tensor or context ranks are limited neither by the node nor by `least_tokens`.
         runs: see `RecipeSpace`.
     """
 
@@ -44,7 +44,7 @@ class RecipeProblem:
 
     @cached_property
     def pricer(self) -> RecipePricer:
-        """What prices its recipes."""
+        """The pricer of its recipes."""
         return RecipePricer(self.counted, self.cluster)
 
     @cached_property
@@ -54,7 +54,7 @@ class RecipeProblem:
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
     def within(self, memory_limit: float) -> RecipeProblem:
-        """The same problem with another memory limit; they share what is priced."""
+        """The same problem with another memory limit; the two share prices."""
         other = replace(self, memory_limit=memory_limit)
         other.pricer = self.pricer
         return other
@@ -81,7 +81,7 @@ class RecipeProblem:
         )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
-        """The recipe with the least memory; its objective is bytes. See `best`."""
+        """The recipe with the least memory; its objective is bytes. Arguments are those of `best`."""
         return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:

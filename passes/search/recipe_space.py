@@ -6,22 +6,23 @@ A recipe of the space is a choice in four steps, every one of which is data here
    between split regions, and the micro-batch. It decides what a layer class of the model takes and keeps;
 2. an `ActivationPolicy`: whether values of blocks are computed again (`recompute`), or lie on the host (`offload`);
 3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, or evenly
-   with the ends counted as blocks. What devices are left are `data`;
+   with the ends counted as blocks. The remaining devices are `data`;
 4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
 
 All else (runtime, precision, optimizer, batch) is that of a given execution, `base`.
-What no recipe can be is known beforehand:
+Some recipes are impossible, and left out beforehand:
 
 * sizes multiply to the devices, and each replica runs whole micro-batches;
-* an axis divides every dim of a block's values that it splits (heads, hidden units, experts, the sequence), and splits
-  some; the vocabulary may be padded. `expert_tensor` is 1 or `tensor`: experts are split like other weights, or whole;
-* tensor ranks are at most `most_tensor`, those of a node, as in all published runs; a context rank has at least
-  `least_tokens` of a sequence, a tile of attention kernels;
-* a pipeline has a stage for each block at most (ends counted where they are split off), and its schedule admits the
-  micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
+* an axis splits some dim of a block's values: heads, hidden units, experts, or the sequence;
+* it divides each dim that it splits, but for the vocabulary, which may be padded;
+* tensor ranks are at most `most_tensor`, those of a node, as in all published runs;
+* a context rank has at least `least_tokens` of a sequence, a tile of attention kernels;
+* a pipeline has a stage for each block at most (ends counted where they are split off);
+* its schedule admits the micro-batches (`cost_models.schedule_orders.admits`);
+* every stage but the first and the last has a block.
 
-Names for the same thing are left out: a group of all replicas is `zero_group=None`, and selective recomputation of
-blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more.
+Second names of one recipe are left out. A group of all replicas is `zero_group=None`. Selective recomputation of
+blocks without an attention core is none. ZeRO shards over two replicas or more.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Layout(NamedTuple):
 
 
 class ActivationPolicy(NamedTuple):
-    """What becomes of a block's values behind its forward."""
+    """The fate of a block's values behind its forward."""
 
     recompute: str = "none"
     offload: str = "none"
@@ -133,7 +134,7 @@ def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = Fa
 
 
 class Sharding(NamedTuple):
-    """What ZeRO shards, over groups of how many replicas; 0: all of them."""
+    """A ZeRO stage, and the number of replicas over which it shards; 0: all of them."""
 
     zero: int = 0
     group: int = 0
@@ -149,7 +150,7 @@ class RecipeSpace:
 
     Args:
         counted: the model.
-        devices: of the cluster.
+        devices: devices of the cluster.
         base: the fields that are not searched; those that are do not count, but for `global_batch`.
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
@@ -206,7 +207,7 @@ class RecipeSpace:
         if not all(self._allows(name, getattr(layout, name)) for name in fields):
             return False
         whole, left = divmod(self.devices, layout.ranks)
-        if left or (whole * layout.ranks // layout.expert_tensor) % layout.expert:
+        if left or self._expert_ranks(layout, whole) % layout.expert:
             return False
         return _splits_evenly(self.counted, self.kind(layout), layout)
 
@@ -228,14 +229,19 @@ class RecipeSpace:
         """Numbers of pipeline ranks that suit a layout."""
         for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
-            stage_ranks = data * layout.ranks // layout.expert_tensor
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
-            fits = self.batch % (layout.micro_batch * data) == 0 and stage_ranks % layout.expert == 0
+            fits = (
+                self.batch % (layout.micro_batch * data) == 0 and self._expert_ranks(layout, data) % layout.expert == 0
+            )
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
+    def _expert_ranks(self, layout: Layout, data: int) -> int:
+        """Ranks of a pipeline stage that may share out the experts; see `Runtime.folded_experts`."""
+        return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
+
     def policies(self, layout: Layout) -> list[ActivationPolicy]:
-        """What may become of blocks' values; they are kept where there are no blocks."""
+        """Activation policies of blocks; a model without blocks keeps its values."""
         known = POLICIES if self.counted.blocks else POLICIES[:1]
         names_none = self._allows("recompute", "none") and not self.counted.has_core(self.kind(layout))
         return [
@@ -269,7 +275,7 @@ class RecipeSpace:
         return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
 
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
-        """What ZeRO may shard, over all replicas or a power of eight; over any number where `only` restricts that."""
+        """ZeRO over all replicas, or a power of eight of them; over any number where `only` restricts that."""
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)
         if key not in self._shardings:

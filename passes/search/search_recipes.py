@@ -1,6 +1,6 @@
 """Find a fast recipe of a space, best first, and a bound below all of them.
 
-An entry of the queue is a set of recipes with a bound below the objective of them all (`recipe_bounds`):
+An entry of the queue is a set of recipes with a bound below the objective of them all (`recipe_pricer`):
 
 1. a layout and an activation policy; policies that recompute more take longer, and are opened when this one is split;
 2. with the number of pipeline ranks and the sharding;
@@ -86,7 +86,7 @@ def search_recipes(
 
     Args:
         space: the recipes.
-        pricer: of their times and memory.
+        pricer: the pricer of their times and memory.
         memory_limit: bytes of a device.
         smallest: the objective is the memory of the fullest rank in bytes, in place of the step in seconds.
         ceiling: may end it; None: nothing does.

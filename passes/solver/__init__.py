@@ -1,1 +1,1 @@
-"""Solve assignments: one option per variable at least cost, within memory; nothing here knows of programs."""
+"""Solve assignments: one option for each variable at least cost, within memory. This folder knows no programs."""

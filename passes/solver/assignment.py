@@ -35,7 +35,7 @@ class MemoryRow:
     """Bytes in use at one point of the program.
 
     Args:
-        constant: bytes in use whatever is chosen.
+        constant: bytes in use under every choice.
         variables: variable to bytes per option.
         edges: index of an edge to bytes per pair.
     """
@@ -54,7 +54,10 @@ class MemoryRow:
 
 
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """A row that excludes one choice only. It is for a choice over the limit by less than a solver's tolerance."""
+    """Return a row that one choice breaks and all other choices hold.
+
+    It is for a choice that exceeds the limit by less than a solver can tell.
+    """
     flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
     variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
     return MemoryRow((2.0 - len(choice)) * limit, variables, {})
@@ -81,7 +84,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice of one option per variable, its cost, and a proven bound below which no choice lies (seconds)."""
+    """A choice of one option per variable, its cost, and a proven lower bound of the cost of all choices (seconds)."""
 
     choice: tuple[int, ...]
     cost: float

@@ -1,26 +1,29 @@
-r"""Searches large assignments: near-optimal choices with a proven bound, in time linear in their size.
+r"""Search large assignments: near-optimal choices with a proven bound, in time linear in their size.
 
 The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
 
 .. math::  L(\lambda) = \min_x \sum_v c_v[x_v] + \sum_{uv} C_{uv}[x_u, x_v] + \sum_t \lambda_t (m_t(x) - L) ,
 
-whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds it from below, and rounds to
-choices. It uses sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds this value from below and
+rounds
+to choices by sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
 Energy Minimization", 2006). Variables are in program order, so the long chains of a program are solved exactly.
 
-1. Pass messages; round; improve the rounding one variable at a time. Keep the cheapest choice that fits.
-2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The next multipliers are the
-   best under all cuts (Kelley, "The Cutting-Plane Method", 1960). Their distance above the best so far is limited
-   (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). They are then averaged
-   with the best so far (Wentges, 1997). A program point gets a multiplier at its first peak over the limit.
-3. Stop if bound and choice meet within the tolerance, or no longer approach each other. Stop too if no choice fits for
-   long, after `max_rounds`, or if `SearchControl` stops the search.
-4. If memory binds, raise its weight until the rounded choice fits; this may be skipped if a choice fits already. Take
-   the choices of least Lagrangian that do not fit and cost less than the best one that fits. In each, change the
-   variable with the least cost per byte saved at the peak, until the choice fits. Then improve the best choice one
-   variable at a time.
-5. Before step 4, if bound and choice are apart: find the best combination of all choices seen (`merge_choices`). If no
-   choice fits so far and none is found, take a choice with a small peak, and go on with the rounds.
+1. Pass messages. Round them to a choice. Improve the choice one variable at a time. Keep the cheapest choice that fits.
+2. Every seen choice is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. Find the multipliers that
+   are best under all cuts (Kelley, "The Cutting-Plane Method", 1960). They may exceed the best multipliers so far only
+   by a margin (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). Average both
+   (Wentges, 1997) and continue with the average. A program point gets a multiplier when its bytes first are a peak over
+   the limit.
+3. Stop when the gap between bound and choice is within the tolerance or no longer shrinks. Stop also when no choice has
+   fit for long, after `max_rounds`, or when the caller stops the search.
+4. If memory binds, raise the multipliers until the rounded choice fits. A search that already has a choice may skip
+   this step.
+5. Take the choices of least Lagrangian that do not fit and cost less than the best. In each, change the variable that
+   costs least per byte that it saves at the peak, until the choice fits.
+6. If the gap is still large, take the best combination of all seen choices (`merge_choices`). If no choice fits even
+   then, ask the caller for a choice of a small peak, and continue with step 1.
+7. Improve the best choice one variable at a time.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ from passes.solver.search_control import SearchControl
 
 @dataclass(frozen=True, slots=True)
 class DualSearch:
-    """The dual search; the module's docstring lists its steps.
+    """The search of the module's docstring.
 
     Args:
         tolerance: relative gap at which the search ends.
         max_rounds: rounds of message passing at most.
-        presses: whether the weight of memory is raised although a choice fits.
-        merges_above: relative gap above which all choices seen are combined, see `merge_choices`.
-        control: receives progress; may stop the search after any round, repair or change.
+        presses: raise the multipliers of memory even if a choice fits.
+        merges_above: relative gap above which the choices seen are combined, see `merge_choices`.
+        control: is told the state of the search, and may stop it after any round, repair or change.
     """
 
     tolerance: float = 1e-3
@@ -61,14 +64,14 @@ class DualSearch:
         start: Sequence[Sequence[int]] = (),
         frugal: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
-        """The cheapest choice found that fits, with a proven bound; None if none was found.
+        """Return the cheapest choice found that fits, with a proven bound; None if no choice was found.
 
         Args:
             problem: the assignment; its rows are ignored, its limit holds.
             usage: bytes in use at every point.
             row_at: the memory row of a point.
             start: choices to begin with, e.g. of known recipes.
-            frugal: gives a choice with a small peak, or an empty one; called if no choice fits.
+            frugal: called if no choice fits; returns a choice of a small peak, or ().
         """
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
@@ -87,7 +90,7 @@ class DualSearch:
         return state.solution()
 
     def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None) -> None:
-        """Find a choice that fits. Rounds go on with it, since its cost bounds the multipliers."""
+        """Find any choice that fits; it bounds the price of a byte, so more rounds follow."""
         if self.merges_above < math.inf:
             merge(state, self.merges_above)
         choice = frugal() if state.best is None and frugal is not None else ()

@@ -1,4 +1,4 @@
-"""The state of a search by duality (`dual_search`): incumbent, bound, multipliers, and the steps that improve them."""
+"""The state of `dual_search`: best choice, bound and multipliers, and the steps that improve them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from passes.solver.quiet_highs import QuietHighs
 from passes.solver.search_control import SearchControl
 
 Usage = Callable[[Sequence[int]], np.ndarray]
-"""Bytes in use at every program point under a choice."""
+"""Bytes in use at every program point under a choice, [points]."""
 
 
 _REPAIRS = 3
-"""The count of choices that are repaired."""
+"""Number of choices that are repaired."""
 
 _PRESSES = 8
-"""Steps of the bisection for a weight of memory under which choices fit."""
+"""Times that the multipliers are raised to find choices that fit."""
 
 _REACH = 0.03
-"""How far above the best the first multipliers may be, in the unit of `_best_multipliers`. A choice: it adapts
-(`_FURTHER`)."""
+"""Initial distance of new multipliers above the best, in the unit of `_best_multipliers`. It adapts by `_FURTHER`."""
 
 _PASSES = 4
 """Message passes between two moves of the multipliers."""
@@ -34,7 +33,7 @@ _PASSES = 4
 
 @dataclass(slots=True)
 class DualState:
-    """Incumbent, bound and multipliers of a search."""
+    """Best choice, bound and multipliers of a search."""
 
     problem: Assignment
     usage: Usage
@@ -56,7 +55,7 @@ class DualState:
         self.messages = Messages(self.problem)
 
     def run(self, tolerance: float, rounds: int) -> None:
-        """Some rounds, as long as they close the gap."""
+        """Run rounds as long as they close the gap."""
         for _ in range(rounds):
             self.round()
             self.control.note(self.best_cost, self.bound)
@@ -64,11 +63,11 @@ class DualState:
                 return
 
     def row(self, point: int) -> MemoryRow:
-        """The memory row of a point."""
+        """Return the memory row of a point."""
         return self.rows[point] if point in self.rows else self.row_at(point)
 
     def round(self) -> None:
-        """Some message passing, rounding and, where memory binds, a move of the multipliers."""
+        """Pass messages, round them to a choice and, if memory binds, move the multipliers."""
         raw, choice = self.messages.iterate(_PASSES)
         bound = raw - self._offset()
         self.offer(choice)
@@ -81,28 +80,29 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Set the largest distance of the next multipliers from the best, if these were at the largest distance."""
+        """Adapt the reach after a round whose multipliers went as far as they might."""
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
     def has_stalled(self) -> bool:
-        """Whether bound and incumbent have hardly come nearer over the last rounds, though something fits.
+        """Whether the gap has hardly shrunk over the last rounds, though a choice fits.
 
-        Distances are relative to the bound. Relative to a bad incumbent, even a doubled bound would hardly show.
+        The gap is measured relative to the bound. Relative to the cost of a bad choice, even a doubled bound would
+        hardly show.
         """
         found = self.distances
         return len(found) > _PATIENCE and found[-1] > 0.97 * found[-_PATIENCE] and np.isfinite(found[-1])
 
     def finds_nothing(self) -> bool:
-        """Whether nothing fits though many rounds went by."""
+        """Whether no choice fits after many rounds."""
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """The multipliers times the limits, which the Lagrangian subtracts."""
+        """The constant that the limits and their multipliers take from the bound."""
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Note a choice: as a cut, and as the incumbent if it fits and is cheaper."""
+        """Record a choice as a cut, and as the best choice if it fits and is cheaper."""
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
             return
@@ -126,11 +126,11 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Give the messages the current multipliers."""
+        """Set the current multipliers in the messages."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def press(self) -> None:
-        """Multiply the weight of memory, by bisection, until the rounded choice fits."""
+        """Find by bisection how many times higher multipliers have to be for the rounded choice to fit."""
         if not any(self.best_multipliers.values()):
             return
         too_few, enough, times = 1.0, math.inf, 2.0
@@ -152,7 +152,7 @@ class DualState:
         self.weigh()
 
     def repair(self) -> None:
-        """Repair some choices that cost less than the incumbent and nearly fit. A repair adds cost."""
+        """Make some choices fit that nearly fit and cost less than the best choice; fitting raises their cost."""
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
             fitting = self._fitting(choice)
@@ -163,7 +163,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _fitting(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The choice after the cheapest changes to fit; None if no changes suffice, or if the time is over."""
+        """Return the choice after the cheapest changes that make it fit; None if no changes do, or time is up."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -181,7 +181,7 @@ class DualState:
         return choice
 
     def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Changes of one variable that save memory in a row, by cost per byte."""
+        """Return changes of one variable that save memory in a row, the cheapest per byte first."""
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
             saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
@@ -194,7 +194,7 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change one variable of the incumbent at a time, while a change is cheaper and fits."""
+        """Change one variable of the best choice at a time, while that is cheaper and fits."""
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False
@@ -215,7 +215,7 @@ class DualState:
         return False
 
     def gap(self) -> float:
-        """Relative distance of the incumbent to the bound."""
+        """Distance of the best choice to the bound, relative to the choice's cost."""
         if not np.isfinite(self.best_cost):
             return np.inf
         return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0
@@ -227,34 +227,31 @@ class DualState:
 
 
 _PATIENCE = 8
-"""Rounds in which the gap must close by three per cent of itself for the search to go on."""
+"""Number of rounds within which the gap has to shrink by three per cent of itself for the search to go on."""
 
 _HOPEFUL = 24
-"""Rounds within which a choice that fits must be found."""
+"""Number of rounds within which a choice that fits has to be found."""
 
 _FURTHER = 3.0
-"""The factor by which the largest distance grows after a better bound, or falls after a worse one.
-
-Until a choice fits, cuts do not limit multipliers. Choices rounded under far too large multipliers are bad at
-everything.
+"""Factor by which the reach grows after a better bound, and shrinks after a worse bound. Until some choice fits, cuts
+do not limit the multipliers. Messages under far too large multipliers round to bad choices.
 """
 
 _NEAREST = 1.0
-"""The share of the largest multiplier by which others may always exceed the best, however small the distance is."""
+"""Fraction of the largest multiplier by which each multiplier may exceed its best, whatever the reach."""
 
 _POINTS_WEIGHED = 16
-"""The most program points with a multiplier. A training step of 139 nodes whose memory binds has 3.
-
-The bound holds without one, and choices over the limit at other points are repaired or dropped.
+"""Number of program points that may get a multiplier. A training step of 139 nodes needs 3. The bound is true with
+fewer, and choices over the limit at other points are repaired or dropped.
 """
 
 
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
-    """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value].
+    """Return the multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value].
 
-    No multiplier exceeds the previous one by more than `reach` or a share of the largest. The unit of `reach` is the
-    cost of the dearest choice, divided by the largest distance in bytes from the limit. Also returns whether one
-    multiplier is at this bound.
+    Multipliers are scaled by the dearest choice's cost over the most bytes by which a choice misses the limit. In this
+    unit, each may exceed `previous` by `reach`, or by `_NEAREST` of the largest. Return also whether any multiplier
+    reached this bound.
     """
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
     count, before = slack.shape[1], previous * unit_bytes / unit_cost

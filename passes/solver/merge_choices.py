@@ -1,17 +1,18 @@
-r"""Combines many choices into one: the cheapest combination of their options that fits.
+"""Combine many choices into one: the cheapest choice that takes each option from one of them.
 
-Under multipliers for memory, each rounded choice is good in some variables, and few choices fit (`dual_search`).
-Options on which all choices agree are mostly optimal. A mixed-integer program decides the others:
+Every choice that messages round to is good in some variables, and few choices fit (`dual_search`). Options that all
+choices share are mostly right. A mixed-integer program decides the other variables:
 
-1. Keep the options of each variable that any choice seen has, and forbid the others.
-2. Search the rest for a choice that is cheaper than the incumbent. Memory binds at few program points, which are not
-   known in advance. If the solution exceeds the limit at some points, add their rows, and solve again. Each solved
-   problem is a relaxation of the rest. So the first choice that fits is optimal in it, as far as its tree was searched.
+1. Keep the options of each variable that any choice has, and forbid its other options.
+2. Solve the reduced problem for choices that are cheaper than the best so far. Memory binds at few program points, and
+   these are not known in advance. If the solution exceeds the limit at some points, add their rows, and solve once
+   more. Each solved problem is a relaxation of the reduced problem. So the first solution that fits is its optimum, as
+   far as the solver's tree was searched.
 
-Travelling salesman solvers do the same: they merge good tours into a better one (Cook and Seymour, "Tour Merging via
-Branch-Decomposition", 2003). Mixed-integer solvers fix variables on which solutions and relaxations agree (Danna,
-Rothberg and Le Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", 2005). A bound of the rest
-is no bound of the whole problem.
+Tours of the travelling salesman are combined in this way (Cook and Seymour, "Tour Merging via Branch-Decomposition",
+2003). A neighbourhood search of mixed-integer programs fixes the variables on which solutions agree (Danna, Rothberg
+and Le Pape, "Exploring relaxation induced neighborhoods", 2005). The bound of the reduced problem does not bound the
+whole problem.
 """
 
 from __future__ import annotations
@@ -26,25 +27,23 @@ from passes.solver.dual_state import DualState
 from passes.solver.solve_milp import Effort, solve_milp
 
 _COLUMNS = 1e5
-"""The most columns over all nodes of the solver's tree.
-
-This allows some 80 nodes (0.3 s) for a Llama of 13 billion with left-out blocks, and 20 for a GPT-2 of two layers. For
-GPT-2, 100 nodes took up to 20 s, and made steps at most 0.9 % cheaper. Limits were 0.2 to 0.7 of its memory
-(2026-11-28).
+"""Columns of all nodes of the solver's tree together. A Llama of 13 billion with repeated blocks left out gets some 80
+nodes in 0.3 s, a GPT-2 of two layers 20 nodes. For this GPT-2, 100 nodes took up to 20 s and made steps at most 0.9 %
+cheaper. Its limits were 0.2 to 0.7 of its memory (2026-11-28).
 """
 
 _SOLVED = 40
-"""The most problems that are solved, each with more rows than the one before."""
+"""Number of problems that are solved, each with more rows than the one before it."""
 
 _ROUNDING = 1e-9
-"""The relative tolerance of a solver in costs: smaller differences count as equal."""
+"""Relative error of the solver's costs. A smaller difference counts as none."""
 
 
 def merge(state: DualState, tolerance: float) -> None:
-    """Improve the incumbent of a state, or find one, from the choices that it has seen.
+    """Improve or find the best choice of a state, by combining the choices that the state has seen.
 
     Args:
-        state: the state after rounds of message passing.
+        state: after rounds of message passing.
         tolerance: relative gap at which the search ends.
     """
     if not state.cuts:
@@ -73,7 +72,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Masks of the options of each variable that any choice seen has."""
+    """Return, for each variable, a mask of the options of all seen choices."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):
@@ -82,11 +81,11 @@ def _seen(state: DualState) -> list[np.ndarray]:
 
 
 _MOST_PEAKS = 4
-"""The most points whose rows are added at a time."""
+"""Number of points whose rows are added at once."""
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """The points of the highest peaks over a limit: of each run of points over it, the highest."""
+    """Return the points of the highest peaks over a limit, one for each run of points over the limit."""
     over = np.flatnonzero(used > limit)
     if not len(over):
         return []

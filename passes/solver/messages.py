@@ -1,8 +1,8 @@
 """Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
-The algorithm is sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is
-program order, and then backwards. Each backward pass gives a bound that never falls while the costs stay the same.
+Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
+Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound
+after a pass never falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 
 class Messages:
-    """Message passing on one pairwise problem whose costs may be re-weighed between rounds."""
+    """Message passing on one pairwise problem; the weights of its memory rows may change between rounds.
+
+    Forbidden options are left out. Choices name options of the whole problem; costs, tables and messages have an entry
+    for each allowed option.
+    """
 
     def __init__(self, problem: Assignment) -> None:
         self._problem = problem
         self._cap = _more_than_any_choice(problem)
-        self._base = [np.minimum(cost, self._cap) for cost in problem.costs]
+        self._kept = _allowed(problem)
+        self._base = [np.minimum(cost[kept], self._cap) for cost, kept in zip(problem.costs, self._kept, strict=True)]
         self._costs = self._base
         self._tables = self._capped_tables()
         self._base_tables = self._tables
@@ -32,54 +37,78 @@ class Messages:
         for number, (first, second) in enumerate(self._ends):
             self._later[first].append(number)
             self._earlier[second].append(number)
-        self._barred: _Barred | None = None
+        self._barred = _Barred(0.0, self._base, self._base_tables)
+        self._rows: dict[int, _LeftOfRow] = {}
         self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
         self._forwards = _Vectors([table.shape[1] for table in self._tables])
         self._backwards = _Vectors([table.shape[0] for table in self._tables])
         self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
+        """Add a weight, seconds per byte, of each memory row to the costs; the messages stay.
 
-        Forbidden options cost the most that any bytes can save in addition, so that they stay the dearest.
+        Forbidden pairs cost more by the most that bytes can save, so they stay dearer than allowed pairs.
         """
-        self._costs, self._tables = list(self._base), list(self._base_tables)
-        weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
+        weighed = [(self._left_of(row), weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
+            self._costs, self._tables = list(self._base), list(self._base_tables)
             return
-        if self._barred is None:
-            self._barred = _Barred.of(self._base, self._base_tables, self._cap)
-        most = sum(weight * _spread(row) for row, weight in weighed)
-        self._barred.raise_by(most, self._costs, self._tables)
+        most = sum(weight * row.spread for row, weight in weighed)
+        if most > self._barred.raised_by:
+            self._barred = _Barred.of(self._base, self._base_tables, self._cap, _FURTHER * most)
+        self._costs, self._tables = list(self._barred.costs), list(self._barred.tables)
         for row, weight in weighed:
             for variable, sizes in row.variables.items():
                 self._costs[variable] = self._costs[variable] + weight * sizes
             for number, sizes in row.edges.items():
-                edge = self._problem.edges[number]
-                self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
+                self._tables[number] = self._tables[number] + weight * sizes
+
+    def _left_of(self, row: MemoryRow) -> _LeftOfRow:
+        """Return a memory row of the allowed options; each row is made once."""
+        if id(row) not in self._rows:
+            variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
+            edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
+            sizes = (*variables.values(), *edges.values())
+            self._rows[id(row)] = _LeftOfRow(row, variables, edges, sum(float(np.ptp(s)) for s in sizes if s.size))
+        return self._rows[id(row)]
+
+    def _table(self, edge: Edge, costs: Floats) -> Floats:
+        """Return the costs of an edge's allowed options, with the earlier variable's options as rows."""
+        first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
+        table = costs if edge.tail < edge.head else costs.T
+        return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Run some forward and backward passes: the best bound of all, and the rounded choice of the last pass."""
+        """Pass messages back and forth; return the best bound, and the choice that the last pass rounds to."""
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
-            choice = self._round() if not left else ()
+            choice = self._whole(self._round()) if not left else ()
             self._pass_forward()
             bound = max(bound, self._pass_backward())
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """The costs of each edge, with the earlier variable's options as rows; edges that share a table share the
-        result.
-        """
-        made: dict[tuple[int, bool], Floats] = {}
-        for edge in self._problem.edges:
-            key = (id(edge.cost), edge.tail < edge.head)
+        """Return the costs of each edge (`_table`); edges that share a table and its options share it here."""
+        made: dict[tuple[int, ...], Floats] = {}
+
+        def capped(edge: Edge) -> Floats:
+            key = (id(edge.cost), edge.tail < edge.head, id(self._kept[edge.tail]), id(self._kept[edge.head]))
             if key not in made:
-                made[key] = np.minimum(_forward(edge), self._cap)
-        return [made[id(edge.cost), edge.tail < edge.head] for edge in self._problem.edges]
+                made[key] = np.minimum(self._table(edge, edge.cost), self._cap)
+            return made[key]
+
+        return [capped(edge) for edge in self._problem.edges]
+
+    def _whole(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """Turn a choice of allowed options into a choice of the whole problem."""
+        return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
+
+    def _left(self, variable: int, option: int) -> int:
+        """Return the place of an option among the allowed options."""
+        return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """A choice, variable by variable, given the choices of earlier variables and the messages of later ones."""
+        """Choose variable by variable, given earlier choices and the messages from later variables."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -114,7 +143,7 @@ class Messages:
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
             share = self._share[variable]
-            # # shares move on with the messages, even parts equal for all options; the rest stays in the bound
+            # shares go on with the messages, whatever is the same for all options too; what stays here is the bound's
             if len(earlier) * share < 1:
                 bound += (1 - len(earlier) * share) * float(_least(belief))
             shared = share * belief
@@ -124,8 +153,8 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable at a time while that lowers the weighed cost (iterated conditional modes)."""
-        current = list(choice)
+        """Change one variable at a time as long as the weighed cost falls (iterated conditional modes)."""
+        current = [self._left(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
             changed = False
@@ -133,7 +162,7 @@ class Messages:
                 best = self._best_given_neighbours(variable, current)
                 changed |= best != current[variable]
                 current[variable] = best
-        return tuple(current)
+        return self._whole(current)
 
     def _best_given_neighbours(self, variable: int, choice: Sequence[int]) -> int:
         cost = self._given_neighbours(variable, choice, self._costs, self._tables)
@@ -141,8 +170,14 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """The unweighed cost of each option of `variable` while all others stay as in `choice`."""
-        return self._given_neighbours(variable, choice, self._base, self._base_tables)
+        """Return the unweighed cost of each option of `variable`; the other variables stay as in `choice`."""
+        left = list(choice)
+        for number in (*self._earlier[variable], *self._later[variable]):
+            for end in self._ends[number]:
+                left[end] = self._left(end, choice[end])
+        costs = np.full(len(self._problem.costs[variable]), self._cap)
+        costs[self._kept[variable]] = self._given_neighbours(variable, left, self._base, self._base_tables)
+        return costs
 
     def _given_neighbours(
         self, variable: int, choice: Sequence[int], costs: Sequence[Floats], tables: Sequence[Floats]
@@ -155,69 +190,73 @@ class Messages:
         return cost
 
 
+_FURTHER = 4.0
+"""Factor by which forbidden pairs are raised further than needed, so that they are seldom raised a second time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Barred:
-    """The forbidden options and pairs.
+    """Costs and tables in which forbidden pairs cost `raised_by` more; shared tables stay shared."""
 
-    Args:
-        options: variable to a mask of its forbidden options, if there are any.
-        pairs: edge to a mask of its forbidden pairs, if there are any; edges that share a table share the mask.
-    """
-
-    options: Mapping[int, np.ndarray]
-    pairs: Mapping[int, np.ndarray]
+    raised_by: float
+    costs: Sequence[Floats]
+    tables: Sequence[Floats]
 
     @classmethod
-    def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float) -> _Barred:
-        """Options and pairs with cost `cap`."""
-        known: dict[int, np.ndarray] = {}
-        for table in tables:
+    def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _Barred:
+        """Raise each cost of `cap` by `most`."""
+        known: dict[int, Floats] = {}
+        for table in (*costs, *tables):
             if id(table) not in known:
-                known[id(table)] = table >= cap
-        options = {variable: cost >= cap for variable, cost in enumerate(costs)}
-        pairs = {number: known[id(table)] for number, table in enumerate(tables)}
-        return cls(*({key: flags for key, flags in of.items() if flags.any()} for of in (options, pairs)))
-
-    def raise_by(self, most: float, costs: list[Floats], tables: list[Floats]) -> None:
-        """Add `most` to their costs; shared tables without forbidden pairs stay shared."""
-        for variable, flags in self.options.items():
-            costs[variable] = costs[variable] + most * flags
-        for number, flags in self.pairs.items():
-            tables[number] = tables[number] + most * flags
-
-
-def _spread(row: MemoryRow) -> float:
-    """The most bytes by which two choices can differ in a row."""
-    return sum(float(np.ptp(sizes)) for sizes in (*row.variables.values(), *row.edges.values()) if sizes.size)
+                flags = table >= cap
+                known[id(table)] = table + most * flags if flags.any() else table
+        return cls(most, [known[id(cost)] for cost in costs], [known[id(table)] for table in tables])
 
 
 _least = np.minimum.reduce
-"""The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
+"""The least element along an axis or of a vector, as `ndarray.min`, but faster."""
 
 
 class _Vectors:
-    """Messages along edges, one after another in one array."""
+    """Messages along edges, stored behind each other in one array."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._all = np.zeros(int(self._lengths.sum()))
         self.each = np.split(self._all, self._starts[1:])
-        """Views, which write through to the array."""
+        """Return views of the array; writing into a view writes into the array."""
 
     def from_zero(self) -> None:
-        """Subtract from each message its least element, which keeps messages small and changes no bound or choice."""
+        """Subtract its least element from each message. Messages stay small; no bound and no choice changes."""
         if len(self._all):
             self._all -= np.repeat(np.minimum.reduceat(self._all, self._starts), self._lengths)
 
 
-def _forward(edge: Edge) -> Floats:
-    """The costs of an edge with the earlier variable's options as rows."""
-    return edge.cost if edge.tail < edge.head else edge.cost.T
+@dataclass(frozen=True, slots=True)
+class _LeftOfRow:
+    """A memory row of the allowed options: bytes by variable and by edge, and their largest difference."""
+
+    row: MemoryRow
+    variables: Mapping[int, Floats]
+    edges: Mapping[int, Floats]
+    spread: float
+
+
+def _allowed(problem: Assignment) -> list[np.ndarray]:
+    """Return the allowed options of each variable, or all if none is allowed; equal arrays are one object."""
+    made: dict[tuple[int, bytes], np.ndarray] = {}
+
+    def allowed(cost: Floats) -> np.ndarray:
+        flags = np.isfinite(cost)
+        flags = flags if flags.any() else ~flags
+        return made.setdefault((len(cost), flags.tobytes()), np.flatnonzero(flags))
+
+    return [allowed(cost) for cost in problem.costs]
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """A finite cost in place of an infinite one: above the cost of every allowed choice."""
+    """Return a finite cost in place of infinity, above the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

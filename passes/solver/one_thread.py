@@ -1,6 +1,7 @@
-"""NumPy's linear algebra on one thread: a search's matrices are small, and where threads share cores they wait.
+"""Run NumPy's linear algebra on one thread.
 
-The 405B Llama's recipes took 2.5 CPU seconds so, and 9 to 36 with two threads on two busy cores.
+A search's matrices are small, and threads that share cores wait for each other. The recipes of the 405B Llama took 2.5
+CPU seconds on one thread, and 9 to 36 on two threads of two busy cores.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread in a context or a decorated function; afterwards the process has its old number."""
+    """Use one thread while this is open, or while the decorated function runs; restore the number of threads after
+    it.
+    """
     with _libraries().limit(limits=1, user_api="blas"):
         yield
 
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """The libraries of the process that have threads."""
+    """The libraries of the process that use threads."""
     return ThreadpoolController()

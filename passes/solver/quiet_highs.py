@@ -1,4 +1,4 @@
-"""HiGHS without output: since 1.16 its banner goes to standard output before a program can turn output off."""
+"""HiGHS without output. HiGHS 1.16 and later print a banner before a program can turn output off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import highspy
 
 
 class QuietHighs(highspy.Highs):
-    """A solver whose output is off before its first message, at the time it enables its callbacks."""
+    """A solver that turns its output off before its first message."""
 
     def enableCallbacks(self) -> None:  # noqa: N802
         """Turn output off, then enable callbacks; called by the constructor."""

@@ -1,14 +1,14 @@
-"""Makes an assignment smaller without losing its optimum.
+"""Make an assignment smaller without losing its optimum.
 
 Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
 nothing changes:
 
-1. *Dominated options.* Option `i` of a variable is removed if an option `j` costs no more, by itself and against
-   every option of every neighbour. `j` must also need no more memory in any row. An option that is forbidden by
-   itself, or against every option of a neighbour, is removed if some other option is allowed.
-2. *Elimination.* A variable without memory rows and with at most two neighbours is removed. For each pair of options of
-   the neighbours its best option is known, and its cost moves onto the edge between them. With one neighbour, the cost
-   moves onto that variable's own cost, and with none into a constant. `expand` undoes this.
+1. *Dominated options.* Option `i` of a variable goes if option `j` costs no more, by itself and against every option of
+   every neighbour. It also needs no more memory in any row. An option also goes if it is forbidden, by itself or
+   against every option of a neighbour, while another option is allowed.
+2. *Elimination.* A variable goes if no memory row mentions it and it has at most two neighbours. For each pair of
+   options of the neighbours, its best option is known. Its cost moves onto the edge between them. With one neighbour,
+   the cost moves onto the neighbour's own cost; with none, into a constant. `expand` restores eliminated variables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 _MAX_TABLE = 40_000_000
-"""The largest table (options of a variable times those of its two neighbours) that elimination builds."""
+"""Largest table (options of a variable times those of its two neighbours) that elimination builds."""
 
 _Decide = Callable[[list[int]], int]
 
@@ -31,7 +31,7 @@ class Reduced:
     """A smaller assignment with the same optimum, less `constant`, and the way back.
 
     Args:
-        problem: the remaining assignment; may have no variable.
+        problem: the smaller assignment; may have no variable.
         constant: cost of the eliminated variables, seconds.
     """
 
@@ -42,7 +42,7 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice of the whole assignment for a choice of the reduced one."""
+        """Return the choice for the whole assignment that belongs to `choice` for the reduced assignment."""
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
             full[variable] = int(self._options[variable][option])
@@ -108,7 +108,7 @@ class _State:
         )
 
     def table(self, first: int, second: int) -> Floats:
-        """The costs of pairs, options of `first` as rows."""
+        """Return the costs of pairs, options of `first` as rows."""
         return self.tables[first, second] if first < second else self.tables[second, first].T
 
     def add_table(self, first: int, second: int, table: Floats) -> None:
@@ -118,7 +118,7 @@ class _State:
         self.neighbours[second].add(first)
 
     def drop_dominated(self, variable: int) -> bool:
-        """Remove dominated options of `variable`; whether any went."""
+        """Remove dominated options of `variable`; return whether any were removed."""
         allowed = self._allowed(variable)
         if allowed.any() and not allowed.all():
             self._keep_options(variable, np.flatnonzero(allowed))
@@ -139,7 +139,7 @@ class _State:
         return True
 
     def _allowed(self, variable: int) -> np.ndarray:
-        """Flags of the options that have a finite cost with some option of each neighbour."""
+        """Return a mask of the options that have a finite cost with some option of each neighbour."""
         allowed = np.isfinite(self.costs[variable])
         for other in self.neighbours[variable]:
             allowed = allowed & np.isfinite(self.table(variable, other)).any(axis=1)
@@ -157,7 +157,7 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Remove `variable` if the rules allow it; returns whether it was removed."""
+        """Remove `variable` if the rules allow it; return whether it was removed."""
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False
@@ -200,7 +200,7 @@ class _State:
         )
 
     def _record(self, variable: int, position: _Decide) -> None:
-        """Remember how to decide `variable`; `full` holds original options, and so does the decision."""
+        """Record how to decide `variable`; `full` holds original options, and so does the decision."""
         options = self.options[variable]
         self.eliminated.append((variable, lambda full: int(options[position(full)])))
 
@@ -239,7 +239,9 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """Indices of the rows, without rows that are nowhere below some other row; of equal rows the first stays."""
+    """Return the indices of the undominated rows. A row is dominated if another row is nowhere above it; of equal rows
+    the first stays.
+    """
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
     for row in order:

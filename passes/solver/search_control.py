@@ -1,8 +1,8 @@
-"""The channel between a running search and its user: progress one way, and a request to stop the other.
+"""Report the state of a running search to its user, and let the user end it.
 
-Searches end by counted work (rounds, nodes of a tree, attempts), so that a question has one answer on every machine.
-The user's time budget is a ceiling over all searches of a plan. If the ceiling cuts a search short, a warning says so,
-since the plan may differ on another day.
+Searches end by counted work (rounds, nodes of a tree, attempts), so every machine finds the same plan. The user's time
+budget is a ceiling over all searches for a plan. If the ceiling cuts a search short, this is recorded, because a faster
+machine may then find another plan.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a search.
+    """The state of a search.
 
     Args:
-        problem: the name of the problem: a known recipe, or the whole.
+        problem: the problem that is searched: a known recipe, or all plans.
         best: the cheapest choice so far that fits, seconds; infinite if there is none yet.
-        lower_bound: a proven lower bound of every choice's cost, seconds.
+        lower_bound: proven: no choice of the problem is cheaper, seconds.
     """
 
     problem: str
@@ -37,11 +37,11 @@ class Progress:
 
 @dataclass(slots=True)
 class Ceiling:
-    """The most time that the searches for a plan may take together.
+    """The most time that all searches for a plan may take together.
 
     Args:
         until: a time of `time.monotonic`.
-        has_cut: whether the ceiling has cut a search short.
+        has_cut: the ceiling ended a search that would have gone on.
     """
 
     until: float = math.inf
@@ -49,16 +49,16 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """The ceiling for searches that begin now."""
+        """Return the ceiling of searches that begin now."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Whether the time is over. Call it only before a search would go on, since it notes that a search was cut."""
+        """Return whether time is up, and record that a search was cut. Call this only where a search would go on."""
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(
-                "time_budget_s was over before the search for a plan ended. A larger time_budget_s, or a faster or "
-                "less busy machine, may give a better plan"
+                "time_budget_s was up before the search for a plan had ended: with more time, or on a machine that is "
+                "faster or less busy, the plan may be another"
             )
         return self.has_cut
 
@@ -67,7 +67,7 @@ _STOPPED = "the search was stopped before its problem was built"
 
 
 class SearchStopped(KeyboardInterrupt):
-    """A search was stopped before its problem was built, so there is no choice."""
+    """A search was stopped before its problem was built, so it has no choice to give."""
 
 
 @dataclass(slots=True)
@@ -75,11 +75,11 @@ class SearchControl:
     """The control of all searches for one plan.
 
     Args:
-        show: receives the progress of the search now and then.
-        is_stopped: set from outside; searches then end as soon as they have a choice.
-        problem: the name of the current problem.
-        is_building: whether a problem is being built; see `building`.
-        ceiling: the ceiling of all searches for the plan.
+        show: is told from time to time how the search stands.
+        is_stopped: searches end as soon as they have a choice to give; set from outside.
+        problem: the problem that is searched now.
+        is_building: a problem is being built, see `building`.
+        ceiling: shared with other searches for the same plan.
     """
 
     show: Callable[[Progress], None] | None = None
@@ -90,25 +90,29 @@ class SearchControl:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """The control for a search that begins now, and may take `seconds`."""
+        """Return the control of a search that begins now and may take `seconds`."""
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
-        """Whether to go no further; see `Ceiling.cuts`."""
+        """Whether the search has to end, see `Ceiling.cuts`."""
         return self.is_stopped or self.ceiling.cuts()
 
     def stop(self) -> None:
-        """Stop the search from a signal's handler; a `SearchStopped` where a problem is being built."""
+        """Stop the search from a signal's handler.
+
+        Raises:
+            SearchStopped: a problem is being built.
+        """
         self.is_stopped = True
         if self.is_building:
             raise SearchStopped(_STOPPED)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Within, `stop` raises: there is nothing yet that could be given.
+        """Build a problem within this context. `stop` raises there, because no choice exists yet.
 
         Raises:
-            SearchStopped: the search is stopped already, or while the problem is built.
+            SearchStopped: the search was stopped before, or is stopped while the problem is built.
         """
         if self.is_stopped:
             raise SearchStopped(_STOPPED)
@@ -120,7 +124,7 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Show no progress within this context, since a bound of a part of a problem is no bound of the whole."""
+        """Show nothing within this context: the bound of a part of a problem does not bound the whole."""
         show, self.show = self.show, None
         try:
             yield
@@ -128,6 +132,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Show how the search stands."""
+        """Show the state of the search."""
         if self.show is not None:
             self.show(Progress(self.problem, best, max(0.0, lower_bound)))

@@ -1,8 +1,8 @@
-"""Finds a choice of the smallest peak memory in a large assignment, which decides whether any choice fits.
+"""Find a choice of small peak memory in a large assignment, to decide whether any choice fits.
 
-The peak is the maximum over program points. Its minimisation is a game between the choice and a distribution over
-points. In each round, the choice minimises the weighed memory (by message passing). Points with the most memory in use
-gain weight (multiplicative weights; Arora, Hazan and Kale, 2012). The smallest peak seen is kept.
+The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points.
+In each round, the choice minimises the weighed memory by message passing. Points with many bytes gain weight
+(multiplicative weights; Arora, Hazan and Kale, 2012). The choice of the smallest peak seen is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PASSES = 3
 
 _RATE = 4.0
 _FORBIDDEN = 10.0
-"""The price of an option that is not allowed, in peaks of an arbitrary choice: costs here are bytes."""
+"""Price of a forbidden option, as a multiple of the peak of some choice. Costs here are bytes."""
 
 
 def choice_of_smallest_peak(
@@ -34,12 +34,12 @@ def choice_of_smallest_peak(
     *,
     control: SearchControl | None = None,
 ) -> tuple[int, ...]:
-    """The choice with the smallest peak that was found (see the module's docstring).
+    """Return the choice of the smallest peak found.
 
     Args:
-        problem, usage, row_at: the same as for `DualSearch`.
+        problem, usage, row_at: see `DualSearch`.
         enough: a peak, in bytes, at which the search ends.
-        hopeless: bytes; once every peak is proven to be above, the result is empty.
+        hopeless: bytes. () is returned once every peak is proven to be above this.
         control: may stop the search.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
@@ -70,7 +70,7 @@ def choice_of_smallest_peak(
 
 
 def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
-    """The same problem with zero costs for allowed options. Forbidden options cost many times the memory in use."""
+    """Return the problem with a cost of zero for allowed options and pairs, and of `forbidden` for the rest."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(costs), 0.0, forbidden)

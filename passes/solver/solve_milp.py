@@ -1,8 +1,8 @@
-r"""Solves an assignment as a mixed-integer program with HiGHS.
+r"""Solve an assignment as a mixed-integer program with HiGHS.
 
 Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
-pair of groups `(r, c)` of edge `(u, v)` is chosen. Options with equal costs and bytes against all options of the other
-side form one group. So an edge has far fewer `f` than pairs of options.
+pair of groups `(r, c)` of edge `(u, v)` is in force. Options that have equal costs and bytes against all options of the
+other side form one group. So an edge has far fewer `f` than pairs of options.
 
 .. math::
     \min \sum_{v,o} c_{vo} x_{vo} + \sum_{uv,rc} C_{uv,rc} f_{uv,rc}
@@ -35,16 +35,16 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of the search of a program: the relative gap at which it ends, and the most columns of all nodes.
+    """Limits of the search of a program: the relative gap at which it ends, and the most columns of all nodes together.
 
-    A node has all columns of the program. So a larger program gets fewer nodes, since each takes longer.
+    Each node has all columns of the program, so a larger program gets fewer nodes.
     """
 
     relative_gap: float
     most_columns: float
 
     def most_nodes(self, columns: int) -> int:
-        """Nodes of the tree of a program of so many columns."""
+        """The most nodes of the tree of a program with this many columns."""
         return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / columns)))
 
 
@@ -58,17 +58,17 @@ def solve_milp(
     below: float = math.inf,
     effort: Effort = WHATEVER_IT_TAKES,
 ) -> Solution | None:
-    """A cheapest choice that fits, or None if no choice fits.
+    """Return a cheapest choice that fits, or None if no choice does.
 
     Args:
         problem: the assignment.
-        control: receives the bound; if it stops the solver, the best choice so far is taken, with the bound proven by
+        control: is told the bound. If it stops the solver, the best choice so far is returned, with the bound proven by
             then.
-        below: seconds; a choice of this cost or more counts as none.
-        effort: the limits of the search, after which the best choice so far is taken, too.
+        below: seconds; a choice that costs this much or more is not returned.
+        effort: limits of the search.
 
     Raises:
-        TimeoutError: the search was stopped, or the effort was spent, before any choice was found.
+        TimeoutError: the search was stopped, or its effort was used up, before a choice was found.
     """
     if control is not None and control.is_over():
         raise TimeoutError("the search was over before anything was solved")
@@ -91,11 +91,11 @@ def solve_milp(
 
 
 _GoesOn = Callable[[float], bool]
-"""Told the bound that is proven so far, seconds; whether the solver is to go on."""
+"""Takes the proven bound, seconds; returns whether the solver goes on."""
 
 
 def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
-    """A callback that shows the bound only: the solver's choice may not fit at points whose rows are not known yet."""
+    """Return a callback that shows the bound alone: the solver's choice may break rows that are not known yet."""
     if control is None:
         return None
 
@@ -124,7 +124,7 @@ class _Columns:
     integer: list[bool] = field(default_factory=list)
 
     def add(self, costs: Floats, *, integer: bool) -> int:
-        """Add one column per cost; the index of the first. A column of infinite cost is fixed to zero."""
+        """Add one column per cost; return the index of the first. A column of infinite cost is fixed to zero."""
         first = len(self.cost)
         finite = np.isfinite(costs)
         self.cost += np.where(finite, costs, 0.0).tolist()
@@ -186,7 +186,9 @@ class _Model:
         return flow
 
     def _couple(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
-        """The flows of each group, a row of `flows`, sum to its options; the variable's begin at column `first`."""
+        """Make the flows of each group, a row of `flows`, sum to its options; the variable's columns begin at
+        `first`.
+        """
         members: list[list[int]] = [[] for _ in flows]
         for option, group in enumerate(groups.tolist(), first):
             members[group].append(option)
@@ -212,7 +214,7 @@ class _Model:
         below: float = math.inf,
         effort: Effort = WHATEVER_IT_TAKES,
     ) -> bool:
-        """Solve; returns whether a choice was found (False: no choice costs less than `below`)."""
+        """Solve; return whether a choice was found that costs less than `below`."""
         highs = self._highs
         for option, value in _options(effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
@@ -236,10 +238,10 @@ class _Model:
         return True
 
     def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
-        """Called by the solver between two steps, in the main thread's Python, so that Ctrl-C works.
+        """Look at the bound between two steps of the solver, in the main thread's Python, so that Ctrl-C is seen.
 
-        No exception may pass through the solver, whose code does not expect one. So it is raised after the solver
-        returns.
+        An exception must not pass through the solver's code, so it is stored here, and `run` raises it after the
+        solver.
         """
         try:
             is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
@@ -277,7 +279,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The pair columns of one edge: `columns[r, c]`, with one option of each group."""
+    """The columns of pairs of one edge, `columns[r, c]`, and one option of each group."""
 
     columns: np.ndarray
     tail_of: np.ndarray
@@ -293,11 +295,10 @@ _WITHOUT_DETOURS = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
-"""Switches off restarts and searches for good choices in smaller programs.
-
-If memory binds, the solver needs few nodes, and three quarters of its time went into these. Nine problems took 20.9 s
-with both, 5.1 s with neither (HiGHS 1.15). Heuristics before the first relaxation and symmetry detection are off too.
-Ten problems without memory rows, whose relaxations are integral, took 0.85 to 1.01 s with both, 0.49 s with neither.
+"""Parts of HiGHS that cost more time than they save (HiGHS 1.15). If memory binds, trees are small. There restarts
+and heuristics took three quarters of the time: nine problems took 20.9 s with them, 5.1 s without. Guesses before
+the first relaxation and symmetry detection: ten problems without memory rows took 0.85 to 1.01 s with both, 0.49 s
+with neither.
 """
 
 
@@ -315,7 +316,7 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """A factor that scales the costs to about a thousand."""
+    """A factor that brings the costs to about a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0
@@ -330,7 +331,9 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """For each row of the tables (side by side) the number of its group of equal rows, in the order of their first."""
+    """Return the group of each row of the tables (side by side). Equal rows form a group; groups are numbered by their
+    first row.
+    """
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}
     rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()  # a negative zero is zero
@@ -339,5 +342,5 @@ def _groups(tables: list[Floats]) -> np.ndarray:
 
 
 def _first_of(groups: np.ndarray) -> np.ndarray:
-    """One row of each group."""
+    """Return the index of one row of each group."""
     return np.unique(groups, return_index=True)[1]

@@ -1,1 +1,1 @@
-"""The strategies of every node of a program, what they cost, and which nodes are alike."""
+"""The strategies of each node of a program, their prices, and the nodes that are alike."""

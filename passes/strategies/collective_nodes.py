@@ -1,4 +1,4 @@
-"""The collectives of a lowered program: what each sends, over which axis, and for how long."""
+"""The collectives of a lowered program: bytes that each sends, mesh axes of its group, and seconds."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Collective(NamedTuple):
     """A collective of a lowered program.
 
     Args:
-        kind: its operator: "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or "all_to_all_single".
+        kind: its operator, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or "all_to_all_single".
         axes: the mesh axes of its group.
-        whole_bytes: the larger of operand and result on each rank.
-        sent_bytes: what each rank sends with ring algorithms (`autoshard.ir.reshard.bytes_sent`).
+        whole_bytes: bytes of its operand or its result on each rank, whichever is larger.
+        sent_bytes: bytes that each rank sends with ring algorithms (`autoshard.ir.reshard.bytes_sent`).
     """
 
     kind: str
@@ -49,10 +49,10 @@ class Collective(NamedTuple):
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
-    """Describe the communication of a node that `communicates`.
+    """Return the collective of a node that `communicates`.
 
     Raises:
-        UnknownOperatorError: there is no formula for a collective of this kind.
+        UnknownOperatorError: a collective of this kind has no cost formula.
     """
     if exchanges(node):
         sent, axes = exchanged(node), group_axes(str(node.args[-1]))
@@ -75,21 +75,21 @@ def exchanges(node: fx.Node) -> bool:
 
 
 def exchanged(node: fx.Node) -> list[Exchanged]:
-    """The exchanges of such a call, in order."""
+    """Return the exchanges of a call that `exchanges` rows, in order."""
     return EXCHANGES[str(node.target)](operand_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
 
 
 def communicates(node: fx.Node) -> bool:
-    """Whether a node starts a collective, or exchanges rows within."""
+    """Whether a node starts a collective or exchanges rows between ranks."""
     return is_collective(node) or exchanges(node)
 
 
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds that a node's collective takes; see `collective_of`. Buckets take as long as in the whole program."""
+    """Seconds of a node's collective. A bucket takes the seconds of the whole program's bucket (`whole_size`)."""
     sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
     return _TIMES[sent.kind](whole_size(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
 
 
 def whole_size(node: fx.Node, size: float) -> float:
-    """A number of a node as it is in the whole program: see `TIMES_AS_LARGE`."""
+    """Scale a size of a node to the whole program, see `TIMES_AS_LARGE`."""
     return size * node.meta.get(TIMES_AS_LARGE, 1.0)

@@ -1,8 +1,8 @@
-"""List, for every node of a program, the strategies that its rule admits.
+"""List the strategies that the sharding rule of each node admits.
 
-The result is a `SearchSpace`: sites (nodes with a choice) and links (a value that one site yields and another
-reads). Rules are bound once for calls that look alike, and enumerated once for rules that differ in nothing that
-decides about splits: of the size of a factor that is how it divides, so programs of many shapes have few such rules.
+The result is a `SearchSpace` of sites (nodes with a choice) and links (a value that one site makes and another reads).
+Calls that look alike share one bound rule. Rules with the same structure share one list of strategies. A factor's size
+counts only by its divisibility, so a program of many shapes has few different structures.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node with a choice: a call, a placeholder, or a result of the program that leaves it.
+    """A node with a choice: a call, a placeholder, or a result that leaves the program.
 
     Args:
         name: the node's name; "output:0" for a result.
         node: the fx node; None for a result.
-        strategies: what may be chosen.
-        results: the values it yields (None results of a call left out).
+        strategies: the options of the site.
+        results: the values that the site makes, without the None results of a call.
         rule: the call's bound rule, or None.
-        call: calls with equal numbers look alike: operator, literals (but numbers of random operators), shapes and
-            dtypes; -1 for what is no call.
+        call: a number that calls share if they look alike: the same operator, literals, shapes and dtypes. Numbers of
+            random operators do not count as literals. -1 for other sites.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Site:
 
     @property
     def is_alias(self) -> bool:
-        """Whether its results share its operands' memory: an optimizer's update writes over what it updates."""
+        """Whether the results share the memory of the operands, as in a view or in an update in place."""
         return (
             self.node is not None
             and self.node.op == "call_function"
@@ -78,7 +78,7 @@ class Site:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is a placeholder."""
+        """Whether the site is a placeholder."""
         return self.node is not None and self.node.op == "placeholder"
 
 
@@ -86,9 +86,9 @@ class Site:
 class Link:
     """Result `result` of site `tail`, read by site `head`.
 
-    `operand` is the index of the tensor operand of `head`; -1 if `head` is a placeholder whose spec the value must
-    end in: a gradient that leaves the program lies like its parameter, and so does the updated parameter. No sums are
-    made where it `keeps_sums`.
+    `operand` is the index of the tensor operand of `head`. It is -1 if the value has to end in the spec of placeholder
+    `head`. For example, a gradient ends in the spec of its parameter. If `keeps_sums` is true, no reshard on the link
+    may reduce a sum.
     """
 
     tail: str
@@ -99,12 +99,12 @@ class Link:
 
 
 def specs_of(site: Site, result: int) -> tuple[PartitionSpec, ...]:
-    """The spec of one result under each strategy."""
+    """Return the spec of one result under each strategy."""
     return tuple(strategy.outputs[result] for strategy in site.strategies)
 
 
 def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
-    """The spec that a link's value must have at its head, under each strategy of the head."""
+    """Return the spec in which the head of a link needs the value, under each strategy of the head."""
     if link.operand < 0:
         return specs_of(head, 0)
     return tuple(strategy.inputs[link.operand] for strategy in head.strategies)
@@ -117,7 +117,7 @@ def leaves_program(head: Site, link: Link) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """All sites, in program order, and all links."""
+    """All sites in program order, and all links."""
 
     program: Program
     mesh: Mesh
@@ -126,13 +126,13 @@ class SearchSpace:
     replicated_operators: tuple[tuple[str, str], ...]
 
     def owner(self, slot: OutputSlot) -> str:
-        """The placeholder that a gradient or a buffer update belongs to."""
+        """Return the placeholder that a gradient or a buffer update belongs to."""
         return _owners(self.program)[OWNERS[slot.kind], slot.name]
 
 
 @dataclass(frozen=True, slots=True)
 class _AlikeCalls:
-    """What calls that look alike share: their number, and their rule."""
+    """The number and the rule of calls that look alike."""
 
     number: int
     rule: BoundRule | None
@@ -140,17 +140,16 @@ class _AlikeCalls:
 
 @dataclass(frozen=True, slots=True)
 class EnumerateStrategies:
-    """Build the search space of a canonical program with fan-outs.
+    """Build the search space of a canonical program.
 
     Args:
         mesh: the mesh to split over.
-        strict: refuse operators without a rule instead of repeating them on every rank.
-        prune: leave out strategies under which a value awaits a reduction that no call of the program makes (a maximum,
-            where nothing takes one). They are legal, and no plan is better for them: that such a value is whole
-            instead costs no more.
-        wide_gradients: gradients in 16 bits that are converted to more are reduced behind that; see
+        strict: refuse operators without a rule instead of running them whole on every rank.
+        prune: leave out legal strategies that improve no plan. Under these, a value is partial with a reduction that no
+            call of the program makes, such as a maximum in a program without maxima. The whole value costs no more.
+        wide_gradients: reduce 16-bit gradients after their conversion to a wider type, see
             `passes.strategies.narrow_gradients`.
-        groups: the axes of the mesh in groups, of which each does one thing; None: each axis by itself.
+        groups: the groups of mesh axes that choose alike; None: each axis by itself.
     """
 
     mesh: Mesh
@@ -163,7 +162,11 @@ class EnumerateStrategies:
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
-        """The search space; `NoShardingRuleError` under `strict` for an operator without a rule."""
+        """Return the search space.
+
+        Raises:
+            NoShardingRuleError: `strict`, and an operator has no rule.
+        """
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
         calls = {node.name: self._call(node, ranges) for node in program.graph.nodes if _is_call(node)}
@@ -193,7 +196,7 @@ class EnumerateStrategies:
         return SearchSpace(program, self.mesh, sites, tuple(links), tuple(replicated_operators))
 
     def tied(self, groups: Groups) -> EnumerateStrategies:
-        """The same, with other groups of axes."""
+        """Return this enumeration with other groups of axes."""
         return replace(self, groups=groups, _cache={})
 
     def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
@@ -206,7 +209,7 @@ class EnumerateStrategies:
         return Site(node.name, node, node.meta["phase"], self._cache[key], _values(node))
 
     def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
-        """Every spec without partial axes that may split `shape` on the mesh: unevenly only as DTensor would."""
+        """Return every spec without partial axes that may split `shape`; it may split unevenly only as DTensor does."""
         options = choices_of_groups(self.mesh, (None, *range(len(shape))), self.groups)
         specs = (_spec_of(self.mesh, len(shape), option) for option in options)
         return tuple(spec for spec in specs if self._may_split(spec, shape))
@@ -254,7 +257,7 @@ class EnumerateStrategies:
 
 
 def no_rule_message(node: fx.Node) -> str:
-    """Why a call cannot be split, with the user's line."""
+    """Return the error message for a call without a rule, with the user's line."""
     line = node.meta.get("source") or "an unknown line"
     return (
         f"strict=True, but operator {node.target} (node {node.name!r}, from {line}) has no sharding rule; "
@@ -264,12 +267,12 @@ def no_rule_message(node: fx.Node) -> str:
 
 
 def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
-    """The bound rule of a call, or None where its operator has none.
+    """Return the bound rule of a call, or None if its operator has no rule.
 
     Args:
         node: the call.
-        ranges: of the values of its program (`find_ranges`). Left out, the operands are taken to hold finite numbers
-            other than zero: more sums pass then than a plan may have.
+        ranges: the ranges of the values of its program (`find_ranges`). Without them, operands are taken to be finite
+            and not zero. More sums may pass through the call then than a plan may use.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
@@ -278,14 +281,14 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes of a call's tensor operands in order, repeated where a value is used twice."""
+    """Return the nodes of a call's tensor operands in order; a value that is used twice is there twice."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return [item for item in found if isinstance(item.meta.get("val"), torch.Tensor)]
 
 
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that computes a value and the index of the value among its tensor results."""
+    """Return the node that computes a value, and the value's index among that node's tensor results."""
     if not _is_selection(node):
         return node, 0
     source, index = node.args
@@ -303,7 +306,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """The reductions that results of some calls can await: sums, which are also made from whole values, and others."""
+    """Return the reductions that results of some calls can be partial with; sums always belong to them."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
     return frozenset({Reduction.SUM, *made})
@@ -315,11 +318,11 @@ def _awaits_only(strategy: Strategy, reductions: frozenset[Reduction]) -> bool:
 
 
 def _structure(rule: BoundRule, mesh: Mesh) -> Any:
-    """What decides which strategies a rule has on a mesh.
+    """Return the parts of a rule that decide which strategies it has on a mesh.
 
-    Strategies depend on a size by whether it divides by, equals or exceeds products of axes. All these divide the size
-    of the mesh, so sizes of at least twice that are alike if they leave the same remainder. Pieces of a factor over
-    which ranks exchange data have a least size; there the size is to exceed that on every rank.
+    A strategy depends on a size only by comparing it with products of axes and by dividing it. Each product divides the
+    size of the mesh. So two sizes of at least `2 * mesh.size` with equal remainders are alike. If ranks exchange data
+    along a factor, its pieces have a least size. There, alike sizes have to exceed the least size on each rank.
     """
 
     def kind(factor: str, size: int) -> int:
@@ -336,7 +339,7 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
 
 
 def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
-    """The links to a node; `narrow` are the pairs of nodes between which no sums are made."""
+    """Return the links into a node; links between the pairs of nodes in `narrow` keep their sums."""
     links = []
     for index, operand in enumerate(operands_of(node)):
         tail, result = resolve(operand)
@@ -353,7 +356,7 @@ def _call_key(node: fx.Node) -> Any:
 
 
 def _without_site(node: fx.Node) -> list[Any]:
-    """The arguments of a call, without the number that tells random operators of a program from each other."""
+    """Return the arguments of a call, without the number that tells random operators of a program apart."""
     target: Any = node.target
     is_ours = isinstance(target, OpOverload) and target.namespace == NAMESPACE
     names = [argument.name for argument in target._schema.arguments] if is_ours else []
@@ -374,5 +377,5 @@ _SPLITTABLE = (
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
-    """The placeholder of each kind and name."""
+    """Return the placeholder of each kind and name."""
     return {(slot.kind, slot.name): slot.node for slot in program.inputs}

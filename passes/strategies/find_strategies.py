@@ -1,4 +1,4 @@
-"""Find the strategies of a call that fit what is known of its operands, without listing all."""
+"""Find the strategies of a call that fit the known specs of its operands, without listing all strategies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from autoshard.rules.enumeration import Carry, Choice, Split, Strategy, assemble
 from autoshard.rules.notation import BoundRule
 
 AxisUse = tuple[int | None, Reduction | None]
-"""What an axis does to an operand: the dim that it splits, and the reduction that it awaits."""
+"""The use of an axis for an operand: the dim that it splits, and the reduction that is still to be made over it."""
 
 
 def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[PartitionSpec]]) -> Iterator[Strategy]:
-    """The strategies of `rule` in which each axis treats every operand as one of the operand's specs does.
+    """Return the strategies of `rule` under which each axis treats every operand as one of the operand's specs does.
 
-    They still have to be compared with the specs as a whole. Axes of size one do nothing to a value, and nothing is
-    emitted for them.
+    The caller still has to compare whole specs. An axis of size one does nothing to a value, and no code is emitted for
+    it.
 
     Args:
         rule: the rule of the call.
         mesh: the mesh.
-        held: for each operand the specs that it is held under, without axes of size one.
+        held: for each operand its possible specs, without axes of size one.
     """
     choices = [_choices(rule, axis, size, held) for axis, size in mesh.axes]
     for combination in product(*choices):
@@ -44,7 +44,7 @@ def _choices(rule: BoundRule, axis: str, size: int, held: Sequence[Collection[Pa
 
 
 def _use(rule: BoundRule, choice: Choice, operand: int) -> AxisUse:
-    """What an axis does to an operand under `choice`."""
+    """Return the use of an axis for an operand under `choice`."""
     if isinstance(choice, Split):
         dims = rule.inputs[operand]
         dim = next((index for index, factors in enumerate(dims) if not set(choice.factors).isdisjoint(factors)), None)

@@ -1,9 +1,9 @@
-"""Find nodes that play the same part in repeated blocks, so that the search decides once for all of them.
+"""Find nodes at the same place of repeated blocks, so that the search decides once for all of them.
 
-A block is a module whose path ends in a number (`layers.3`) and which holds at least two matrix products: one layer
-of many. Nodes of two blocks are alike if they stand at the same place of the same module of the block, in the same
-phase, and the module issues the same sequence of calls in both. Folding only ties choices together; it never
-changes what a plan costs, so a bad fold can cost a better plan but not a wrong one.
+A block is a module whose path ends in a number (`layers.3`) and which has at least two matrix products. Nodes of two
+blocks are alike if they stand at the same place of the same module and phase. The module has to issue the same sequence
+of calls in both blocks. Folding only ties choices together; the price of a choice stays the same. So a bad fold may
+miss a better plan, and never gives a wrong plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "a
 
 
 def fold_blocks(space: SearchSpace) -> dict[str, str]:
-    """For every site the name of its representative: the first site of its class."""
+    """Map each site to its representative, the first site of its class."""
     blocks = numbered_blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
     paths = module_paths(space.program)
@@ -42,7 +42,7 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
 
 
 def numbered_blocks(sites: Iterable[Site]) -> frozenset[str]:
-    """Paths of the numbered modules that hold at least two matrix products in the forward."""
+    """Return the paths of numbered modules that have at least two matrix products in the forward."""
     products: dict[str, int] = defaultdict(int)
     for site in sites:
         if site.node is not None and site.phase == "forward" and _is_matrix_product(site.node.target):
@@ -58,13 +58,13 @@ def _is_matrix_product(target: object) -> bool:
 
 
 def module_paths(program: Program) -> dict[str, str]:
-    """The module that each node belongs to; a parameter is its own module."""
+    """Map each node to the path of its module; a parameter is its own module."""
     slots = {slot.node: _name(slot) for slot in program.inputs}
     return {node.name: slots.get(node.name) or node.meta.get("module", "") for node in program.graph.nodes}
 
 
 def _name(slot: InputSlot) -> str:
-    """The slot's name as a path: that of optimizer state begins with its parameter's."""
+    """Return a slot's name as a path. The path of optimizer state begins with the path of its parameter."""
     if slot.kind != InputKind.STATE:
         return slot.name
     return f"{parameter_of(slot.name)}.{slot.name.partition(':')[0]}"
@@ -78,5 +78,5 @@ def _fold_path(module: str, blocks: frozenset[str]) -> str:
 
 
 def _signature(site: Site) -> tuple[object, ...]:
-    """What must agree for two sites to share a choice: the call, its values and its (shared) strategies."""
+    """Return the call, values and strategies of a site; two sites share a choice only if all three are equal."""
     return (site.call, site.results, id(site.strategies))

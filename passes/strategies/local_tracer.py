@@ -1,4 +1,4 @@
-"""The tracer with which local programs are built: every node gets its local fake value."""
+"""The tracer that builds local programs. Each node gets the fake value of one rank."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from autoshard.tracing.local_fakes import LOCAL_FAKES
 from passes.preparation.number_values import call_key
 
 EMITTED_AT = "emitted_at"
-"""Name of the metadata of a local node that holds the name of the traced node at whose place it stands."""
+"""Metadata key of a local node: the name of the traced node at whose place it stands."""
 
 IS_RESHARD = "is_reshard"
-"""Name of the metadata that local nodes have which bring a value into another spec."""
+"""Metadata key of local nodes that belong to a reshard."""
 
 TIMES_AS_LARGE = "times_as_large"
-"""Name of the metadata of a bucket's nodes: how many times as large the bucket is in the whole program.
+"""Metadata key of a bucket's nodes: the size of the bucket in the whole program, divided by its size here.
 
-There a bucket has members of blocks that the program leaves out.
+A bucket is larger in the whole program if it also has members of left-out blocks.
 """
 
 KERNEL, PART_LEFT = "kernel", "part_left"
-"""Names of the metadata of nodes that kernels do, where these are priced without being written.
+"""Metadata keys of nodes that are priced as parts of a kernel, without writing the kernel.
 
-`KERNEL` is the `KernelUse` of the last of them; `PART_LEFT` is the part of a node's own time that is left.
+`KERNEL` is the `KernelUse`, on the kernel's last node. `PART_LEFT` is the remaining fraction of a node's own time.
 """
 
 
 class LocalTracer(GraphAppendingTracer):
-    """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
+    """Append nodes with local fake values, and with the metadata of the traced nodes that they belong to.
 
-    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it. Calls of
-    one form share a fake value, in this program and in others (`LocalFakes`).
+    `like` is the traced node that is being lowered. `moving` is the node whose value is being resharded for it. Calls
+    of one form share a fake value across programs (`LocalFakes`).
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -46,10 +46,10 @@ class LocalTracer(GraphAppendingTracer):
     def placeholder(
         self, name: str, value: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
     ) -> fx.Proxy:
-        """A placeholder for the local piece, of the given shape, of a global value.
+        """Add a placeholder for a rank's piece of a global value.
 
-        `strides`: the piece's dims lie in memory in the order that these have, and it repeats itself along those where
-        they are 0; None: dims lie as they come.
+        `shape` is the shape of the piece. `strides` give the order of its dims in memory; the piece is expanded along
+        dims of stride 0. None: the dims lie in their order.
         """
         proxy = self.create_proxy("placeholder", name, (), {}, name=name)
         strides = range(len(shape), 0, -1) if strides is None else strides
@@ -60,13 +60,13 @@ class LocalTracer(GraphAppendingTracer):
         return proxy
 
     def constant(self, name: str, value: torch.Tensor) -> fx.Proxy:
-        """A constant of the program's module, the same on all ranks, that looks like `value`."""
+        """Add a constant of the program's module, the same on all ranks, with the form of `value`."""
         proxy = self.create_proxy("get_attr", name, (), {})
         proxy.node.meta["val"] = LOCAL_FAKES.piece(("constant", form_of(value)), value, lambda: _alike(value))
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
-        """See `fx.proxy.TracerBase`."""
+        """Create a node, see `fx.proxy.TracerBase`."""
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if self.like is not None:
             inherited = ("phase", "module", "source")
@@ -96,7 +96,7 @@ def _alike(value: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(value: Any) -> Any:
-    """What an operator's fake value depends on of an operand."""
+    """Return the properties of an operand that decide an operator's fake value."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout
     if isinstance(value, (tuple, list)):

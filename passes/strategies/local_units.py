@@ -1,7 +1,7 @@
-"""The repeated blocks that the nodes of a lowered program belong to, where it leaves blocks out.
+"""The units of repeated blocks that nodes of a lowered program belong to, if the program leaves out units.
 
 A node belongs to the unit of the traced node at whose place it stands (`autoshard.ir.repeat`). The unit behind the
-blocks that are left out stands for them.
+left-out units stands for them too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from passes.strategies.repeated import BEHIND
 
 
 class UnitSpot(NamedTuple):
-    """A run of alike units, by number, and which of `Repeat.units` a node belongs to."""
+    """The number of a repeat, and the index of a node's unit in `Repeat.units`."""
 
     repeat: int
     unit: int
@@ -31,7 +31,7 @@ class LocalUnits:
     """The units of the nodes of a lowered program.
 
     Args:
-        repeats: the runs of alike units.
+        repeats: the repeats of the program.
         paths: traced node to the path of its module.
     """
 
@@ -41,12 +41,12 @@ class LocalUnits:
 
     @classmethod
     def of(cls, lowered: LoweredProgram) -> LocalUnits:
-        """The units of a lowered program; none where it is whole."""
+        """Return the units of a lowered program; a whole program has none."""
         repeats = lowered.traced.repeats
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
     def spot(self, node: fx.Node) -> UnitSpot | None:
-        """The spot of a node; None outside of the units."""
+        """Return the unit of a node; None outside of all units."""
         if not self.repeats:
             return None
         path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")
@@ -55,11 +55,11 @@ class LocalUnits:
         return self._known[path]
 
     def count(self, node: fx.Node) -> int:
-        """How many nodes of the whole program a node stands for."""
+        """Number of nodes of the whole program that a node stands for."""
         return self.runs(self.spot(node))
 
     def runs(self, spot: UnitSpot | None) -> int:
-        """How many units the unit of a spot stands for."""
+        """Number of units that the unit of a spot stands for."""
         return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:

@@ -1,4 +1,4 @@
-"""Find which strategy of a call a plan means, from the specs that the plan writes down."""
+"""Find the strategy of a call whose specs a plan gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.rules.notation import BoundRule, Dims
 
 
 def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name: str) -> Strategy:
-    """The strategy of `rule` whose specs are those of `node_plan`.
+    """Return the strategy of `rule` whose specs are the specs of `node_plan`.
 
     Raises:
         PlanMismatchError: the rule admits no such strategy.
@@ -35,7 +35,7 @@ def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name
 
 
 def _agrees(rule: BoundRule, axis: str, choice: Choice, node_plan: NodePlan) -> bool:
-    """Whether what `axis` splits under `choice` is what it splits in the plan (partial axes are checked later)."""
+    """Whether `axis` splits under `choice` the dims that it splits in the plan. Partial axes are checked later."""
     factors = choice.factors if isinstance(choice, Split) else ()
     pairs = [
         *zip(rule.inputs, node_plan.inputs, strict=True),

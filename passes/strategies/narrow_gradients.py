@@ -1,10 +1,10 @@
-"""Gradients in 16 bits on their way to weights in 32: where they await a sum, it is made behind the conversion.
+"""Reduce 16-bit gradients of 32-bit weights after their conversion to 32 bits.
 
-A weight's gradient that each rank computes from its part of the batch is a sum over ranks. In bfloat16 each addition
-rounds to 8 bits, so that the error of a sum grows with the number of ranks; behind the conversion to float32 only the
-addends are rounded, at twice the bytes sent. One device adds over its whole batch in float32 before it rounds, and a
-mesh is to equal it, so the links between where addends are made and where they are converted reduce nothing. (Megatron
-and torchtitan reduce in float32 by default likewise; FSDP2 in the type of the gradient.)
+Each rank computes a weight's gradient from its part of the batch, and the gradient is the sum over ranks. In bfloat16
+each addition rounds to 8 bits, so the error of the sum grows with the number of ranks. After the conversion to float32
+only the addends are rounded, and twice the bytes are sent. One device adds over its whole batch in float32 before it
+rounds, and a mesh has to equal one device. So links between the making of a gradient and its conversion reduce nothing.
+(Megatron-LM and torchtitan also reduce in float32 by default; FSDP2 reduces in the type of the gradient.)
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _aten = torch.ops.aten
 
 
 def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None]) -> frozenset[tuple[str, str]]:
-    """The pairs of nodes, by name, between which a gradient is passed on in 16 bits before it is converted to more.
+    """Find the pairs of nodes, by name, that pass on a gradient in 16 bits before it is converted to a wider type.
 
     Args:
-        program: in the form that is planned.
+        program: the prepared program.
         rules: the rule of each call, by name.
     """
     gradients = {slot.node for slot in program.outputs_of(OutputKind.GRADIENT)}
@@ -44,7 +44,7 @@ def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a node converts numbers of 16 bits to more."""
+    """Whether a node converts 16-bit numbers to a wider type."""
     if node.target is not _aten._to_copy.default or node.meta["phase"] != "backward":
         return False
     value, (operand,) = node.meta["val"], node.all_input_nodes
@@ -52,7 +52,9 @@ def _widens(node: fx.Node) -> bool:
 
 
 def _trail(conversion: fx.Node, rules: Mapping[str, BoundRule | None]) -> set[tuple[str, str]]:
-    """From a conversion back through what moves or adds elements for it alone, to what makes them."""
+    """Return the links from a conversion back to the calls that make its elements, through moves and additions of
+    elements.
+    """
     trail, passed, waiting = set[tuple[str, str]](), {conversion}, [conversion]
     while waiting:
         node = waiting.pop()
@@ -70,7 +72,7 @@ def _passes_on(node: fx.Node, rules: Mapping[str, BoundRule | None]) -> bool:
 
 
 def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec]) -> Floats:
-    """A table of reshard times, [sources, targets], infinite where a sum that a source awaits is made."""
+    """Return a table of reshard times, [sources, targets], with infinity for reshards that reduce a sum."""
     kinds: dict[frozenset[str], int] = {}
     before, after = ([kinds.setdefault(_sums(spec), len(kinds)) for spec in specs] for specs in (sources, targets))
     kept = np.array([[one <= other for other in kinds] for one in kinds])
@@ -78,5 +80,5 @@ def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Seque
 
 
 def _sums(spec: PartitionSpec) -> frozenset[str]:
-    """The axes over which a value awaits a sum."""
+    """Return the axes over which a value is a partial sum."""
     return frozenset(axis for axis, reduction in spec.partial if reduction is Reduction.SUM)

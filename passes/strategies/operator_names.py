@@ -1,4 +1,4 @@
-"""The names by which the cost models know operators and dtypes."""
+"""The names of operators and dtypes in the cost models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autoshard.ir.program import describe
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name by which the cost models know a call's operator: "aten.mm.default"."""
+    """Return the name of a call's operator in the cost models: "aten.mm.default"."""
     return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The cost models' name of a dtype: "bf16"."""
+    """Return the name of a dtype in the cost models: "bf16"."""
     return describe(torch.empty((), dtype=dtype, device="meta")).partition("[")[0]

@@ -1,7 +1,7 @@
-"""Price a search space with the cost models: seconds per strategy and per reshard, bytes per value.
+"""Price a search space with the cost models: seconds of strategies and reshards, bytes of values.
 
-Times are a roofline for calls and latency-bandwidth terms for collectives (see `cost_models`). Computation and
-communication are summed: overlap is the timeline's business.
+Calls take the time of a roofline, collectives a latency and a time per byte (see `cost_models`). Computation and
+communication are added up; the simulated timeline lets them overlap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from passes.strategies.price_rewrites import rewritten_time
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """Seconds of one reshard step on a cluster, whose ranks the mesh numbers row by row."""
+    """Seconds of one reshard step on a cluster; the mesh numbers the cluster's ranks row by row."""
 
     cluster: Cluster
     mesh: Mesh
@@ -47,7 +47,7 @@ class StepPrice:
         return sent_s + copied_s
 
     def parts(self, step: ReshardStep) -> tuple[float, float]:
-        """Seconds of the step's collective (0 for a local step) and of copying on each rank."""
+        """Return the seconds of the step's collective (0 for a local step) and the seconds of copies on each rank."""
         group = self.cluster.group_links(dict(self.mesh.axes), (step.axis,))
         copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device, STRIDED_COPY)
         return _collective_time(step, group), copied
@@ -68,9 +68,9 @@ def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of strategies and reshards for one cluster and mesh, computed once each.
+    """Prices of strategies and reshards on one cluster and mesh, each computed once.
 
-    `derived`: what other modules price by them, and keep with them.
+    `derived` has prices that other modules compute from these and keep here.
     """
 
     cluster: Cluster
@@ -87,11 +87,11 @@ class Prices:
         return StepPrice(self.cluster, self.mesh)
 
     def call_time(self, site: Site, strategy: Strategy) -> float:
-        """Seconds that a call takes on each rank under a strategy; nothing for placeholders and results."""
+        """Seconds of a call on each rank under a strategy; zero for placeholders and results."""
         return float(self.call_times(site, (strategy,))[0])
 
     def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """`call_time` of each strategy, [strategies]."""
+        """Return `call_time` for each strategy, [strategies]."""
         node = site.node
         if node is None or node.op != "call_function" or node.target is fan_out:
             return np.zeros(len(strategies))
@@ -103,7 +103,7 @@ class Prices:
         return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
 
     def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Seconds of a copy to or from the host under each strategy; computation waits for it."""
+        """Seconds of a copy to or from the host under each strategy; computation waits for the copy."""
         assert site.node is not None, "calls have nodes"
         device = self.cluster.device
         time = device.to_host_time if site.node.target is to_host else device.from_host_time
@@ -111,12 +111,12 @@ class Prices:
         return np.array([time(size) for size in local_bytes_of(site.results[0], specs, self.mesh).tolist()])
 
     def host_times(self, sizes: Floats) -> Floats:
-        """Seconds of a copy to the host and back of values of so many bytes."""
+        """Seconds of a copy of values of the given sizes (bytes) to the host and back."""
         device = self.cluster.device
         return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
 
     def adding_times(self, site: Site) -> Floats:
-        """Seconds to add a site's result, a gradient, to the sum of those of other micro-batches, [strategies]."""
+        """Seconds to add a gradient, the site's result, to the sum over earlier micro-batches, [strategies]."""
         sizes = local_bytes_of(site.results[0], specs_of(site, 0), self.mesh)
         return np.array([accumulation_time(size, self.cluster.device) for size in sizes.tolist()])
 
@@ -144,7 +144,7 @@ class Prices:
         return self._calls[key]
 
     def _alike(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """The same choices for all that differ by which of some equal axes makes which."""
+        """Return one form for all choices that differ only by a permutation of equal axes."""
         if not choices or not _has_equal_axes(self.mesh, self.cluster):
             return choices
         if choices not in self._choices:
@@ -156,11 +156,11 @@ class Prices:
         return self._choices[choices]
 
     def runs_as_it_is(self, site: Site, strategy: Strategy) -> bool:
-        """Whether each rank calls the operator on its pieces, with no communication, and no padding filled, within."""
+        """Whether each rank calls the operator on its pieces alone, without communication and padding."""
         return not _may_communicate(site, strategy) and not _fill_counts(site, strategy, self.mesh)
 
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
-        """Seconds of filling padding: for each padded factor of an operand its local piece is read and written once."""
+        """Seconds of filling padding. Each padded factor of an operand reads and writes the local piece once."""
         sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
         return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)
 
@@ -174,7 +174,7 @@ class Prices:
     def reshard_table(
         self, value: ValueInfo, sources: tuple[PartitionSpec, ...], targets: tuple[PartitionSpec, ...]
     ) -> Floats:
-        """Seconds from each source to each target spec, [sources, targets]."""
+        """Seconds from each source spec to each target spec, [sources, targets]."""
         key = (value.shape, value.itemsize, sources, targets)
         if key not in self._reshards:
             self._reshards[key] = reshard_costs(
@@ -184,16 +184,16 @@ class Prices:
 
 
 _FEW_AXES = 2
-"""Axes up to which each strategy is priced by itself."""
+"""On meshes of more axes, strategies that permute equal axes share a price."""
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether axes of one size are of equal links: all lie in one node."""
+    """Whether axes of equal size have equal links, as within one node."""
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 
 def _equal_axes(mesh: Mesh) -> list[list[int]]:
-    """The places of axes in a mesh, by their size."""
+    """Return the places of axes of equal size in a mesh."""
     return [[i for i, size in enumerate(mesh.shape) if size == each] for each in dict.fromkeys(mesh.shape)]
 
 
@@ -203,18 +203,18 @@ def local_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> int:
 
 
 def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Floats:
-    """Bytes of a value on each rank under each of `specs`."""
+    """Bytes of a value on each rank under each of `specs`, [specs]."""
     return np.array([local_bytes(value, spec, mesh) for spec in specs], dtype=np.float64)
 
 
 def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether each rank runs other calls than the one that is traced, views apart."""
+    """Whether each rank runs other calls than the traced call, views apart."""
     is_split = site.rule is not None and site.rule.local is not None and bool(strategy.splits(mesh))
     return is_split and not (site.node is not None and is_view(site.node))
 
 
 def _may_communicate(site: Site, strategy: Strategy) -> bool:
-    """Whether a split factor is reduced or exchanged inside the call's rewrite."""
+    """Whether the local form of a call reduces or exchanges data along a split factor."""
     rule = site.rule
     if rule is None or not rule.communicates:
         return False
@@ -223,7 +223,7 @@ def _may_communicate(site: Site, strategy: Strategy) -> bool:
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """The operands whose padding is filled before the call, each with the number of its padded factors."""
+    """Return the operands whose padding is filled before the call, each with the number of its padded factors."""
     if site.rule is None or not site.rule.padding:
         return ()
     wanted = fills(site.rule, strategy.splits(mesh), mesh)

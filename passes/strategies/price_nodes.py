@@ -1,12 +1,12 @@
-"""Price the nodes of a lowered program by the cost models, as the strategies are priced that it was lowered from.
+"""Price the nodes of a lowered program with the cost models, as `price` prices strategies.
 
-* A call takes what `cost_models.operators` says of its local operands and results.
-* A collective takes what `cost_models.collectives` says, on the links of its group.
-* A bucket that is reduced takes what is copied of it; other members are computed into it (`fill_buckets`). A member
-  that is cut or joined along another dim than the first is copied once more, before it is packed or behind.
-* A call that exchanges rows within takes besides what it waits for them.
-* A reshard copies what is there before and after each of its steps, once (`StepPrice`); the calls by which a step is
-  written out (`autoshard.ir.emit`) count as that, not one by one.
+* A call takes the seconds of `cost_models.operators` for its local operands and results.
+* A collective takes the seconds of `cost_models.collectives` on the links of its group.
+* Reducing a bucket takes the seconds to copy members into it. Members that are computed into the bucket take none
+  (`fill_buckets`). A member that is cut or joined along a dim other than the first is copied once more.
+* A call that exchanges rows takes the seconds that it waits for them, too.
+* Each step of a reshard copies the value before and the value after it once (`StepPrice`). The calls of the step's
+  emitted code (`autoshard.ir.emit`) are not priced one by one.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from passes.strategies.tensor_infos import operand_infos, tensor_info
 _aten = torch.ops.aten
 
 STRIDED_COPY = "aten.clone.default"
-"""The kernel that reshards copy with."""
+"""The kernel that copies for reshards."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePrices:
-    """Seconds of the nodes of lowered programs on one cluster and mesh, found once for each form of call."""
+    """Seconds of the nodes of lowered programs on one cluster and mesh, computed once for each form of call."""
 
     cluster: Cluster
     mesh: Mesh
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Seconds of the collective that a node starts, or that a call waits for the rows which it exchanges."""
+        """Seconds of the collective that a node starts, or seconds that a call waits for exchanged rows."""
         if exchanges(node):
             links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
             computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)
@@ -58,7 +58,7 @@ class NodePrices:
         return collective_time(node, self.mesh, self.cluster) if is_collective(node) else 0.0
 
     def computed_s(self, node: fx.Node) -> float:
-        """Seconds of a rank's own work at a node; of a reshard's collective, those of the copies around it."""
+        """Seconds of a rank's own work at a node; for a collective of a reshard, seconds of the copies around it."""
         if not isinstance(node.target, OpOverload) or is_wait(node):
             return 0.0
         if IS_RESHARD in node.meta:
@@ -98,7 +98,7 @@ def _is_slice(node: fx.Node) -> bool:
 
 
 def _is_copied_for_bucket(node: fx.Node) -> bool:
-    """Whether a reshard copies a value into the order in which a bucket has it, or out of it."""
+    """Whether a reshard copies a value into the order of a bucket, or out of it."""
     if node.target is not _aten.contiguous.default or operands_of(node)[0].meta["val"].is_contiguous():
         return False
     made, (given,) = node, node.all_input_nodes

@@ -1,7 +1,7 @@
-"""Calls whose local rewrite communicates: some reduce over an axis themselves (cross-entropy over classes).
+"""Price calls whose local form communicates, such as a cross-entropy that is split over classes.
 
-What a rewrite computes and sends is known only from what it emits, so it is emitted into a scratch graph, whose nodes
-are priced as those of a lowered program.
+Only the emitted code tells the work of a local form. So the form is emitted into a scratch graph, and the nodes of the
+graph are priced as nodes of a lowered program.
 """
 
 from __future__ import annotations

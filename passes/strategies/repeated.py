@@ -1,26 +1,29 @@
-r"""Repeated blocks that a program leaves out (`autoshard.ir.repeat`): their counts, lifetimes and memory.
+"""How often each site and link of a program runs in the whole model, where the program leaves out repeated blocks.
 
-A program has the units n, a, b and m of a run (`Repeat.units`); k units are missing between a and
-b. The four units are checked to be alike. They have the same sites at the same *places*. Every link between two places
-joins the same unit or neighbouring units, or leads to one common site outside. So the k missing units continue the
-pattern, and
+A program may hold only four of many alike units of blocks (`autoshard.ir.repeat`): n, a, b and m, in program order.
+The whole model has k more units between a and b. This module checks that the four units are alike:
 
-* every site of b stands for 1 + k sites;
-* so does every link into b from b itself, from outside, or from a; and every link into a from b (as in the backward);
-* missing units take the options of b, so their values have equal sizes.
+* they have the same sites, each at its *place* in its unit;
+* each link from one place to another leads to the same unit, to a neighbouring unit, or to one site outside.
 
-**Lifetimes.** A unit's sites lie in *runs* of consecutive points: its forward, its backward, parts of its update. The
-runs of a and b are neighbours, and the runs of missing units lie between them, in the same order. So, seen from the
-program's own points, all k values of a place are created between two neighbouring runs, and freed between two others.
-`repeated_lifetimes` finds these points.
+So the k left-out units continue the pattern of the four, and
 
-**Points inside missing units need no check.** Number n, a, the missing units, b and m from 0 to k + 3. Consider a point
-at a given place inside unit x, and the values of one place in all units. A value is alive or not depending on whether
-its unit's number is at most x, at least x, equal to x, or one off. A value from outside is alive at the place in all of
-a to b, or in none. So the bytes in use are an affine function of x between a and b. The largest value is at a or b, and
-both have points of their own.
+* each site of b stands for 1 + k sites;
+* each link into b stands for 1 + k links. It may come from b, from a or from outside. In the backward, links lead from
+  b into a, and a link from b into a stands for 1 + k links;
+* left-out units take the options of b, so they hold as many bytes.
 
-If the four units are not alike, `NotAlikeError` is raised, and the whole model must be traced.
+**Lifetimes of values of left-out units.** A unit's sites lie in *runs* of consecutive points: its forward, its backward
+and parts of its update. Runs of left-out units lie between the runs of a and b, in the same order. So all k values of
+one place are made between two neighbouring runs, and die between two other runs. `passes.memory.repeated_lifetimes`
+finds these points.
+
+**The peak is never inside a left-out unit.** Number the units n, a, the left-out units, b and m from 0 to k + 3. Take a
+point at one place of unit x. The values of one place are then alive in units whose number is at most x, at least x, x,
+or one off. Values from outside the units are alive there in all units from a to b, or in none. So the bytes in use are
+an affine function of x, and largest in a or in b. The program has the points of both.
+
+If the four units are not alike, `NotAlikeError` is raised, and the whole model has to be traced.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from passes.strategies.fold_blocks import module_paths
 
 
 class NotAlikeError(Exception):
-    """Units that should be alike differ, so a program without some of them does not represent the whole program."""
+    """Units that should be alike are not, so the program cannot stand for the whole model."""
 
 
 class Spot(NamedTuple):
-    """Number of a site's repeat, index of its unit among the four, and place inside the unit."""
+    """The position of a site: the number of its repeat, its unit (0 to 3) and its place in the unit."""
 
     repeat: int
     unit: int
@@ -48,12 +51,12 @@ class Spot(NamedTuple):
 
 
 AHEAD, BEHIND = 1, 2
-"""Indices in `Repeat.units` of the units beside the gap."""
+"""Indices of units a and b of `Repeat.units`; the left-out units lie between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """The sites at one place of the four units, and k."""
+    """The sites at one place of the four units, and the number of left-out units."""
 
     names: tuple[str, str, str, str]
     left_out: int
@@ -61,7 +64,13 @@ class AlikeSites:
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """Indices of the same link into each of the four units, the index that stands for the missing units, and k."""
+    """One link in each of the four units, and the number of left-out units.
+
+    Args:
+        indices: the index of the link in each unit.
+        standing: the one of these indices that stands for the left-out units too.
+        left_out: the number of left-out units.
+    """
 
     indices: tuple[int, int, int, int]
     standing: int
@@ -70,13 +79,13 @@ class AlikeLinks:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnits:
-    """The units left out of a search space, and the sites and links that stand for them.
+    """The repeated units of a search space.
 
     Args:
         sites: the sites of repeated units.
-        links: the links into them.
-        runs: the sites of each repeated run, in order, and its number of further executions.
-        spots: place of each site in the units.
+        links: the links into these sites.
+        runs: the sites of each run that is repeated, in order, and how many more times the run runs.
+        spots: site to its position in the units.
         starts: repeat and place to the first site of the later of two neighbouring runs.
     """
 
@@ -87,11 +96,11 @@ class RepeatedUnits:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Number of sites in the whole program that a site stands for; sites not listed count once."""
+        """Site to the number of sites that it stands for; an absent site stands for itself alone."""
         return {alike.names[BEHIND]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Number of links in the whole program that a link stands for, by index. Links not listed count once."""
+        """Index of a link to the number of links that it stands for; an absent link stands for itself alone."""
         return {alike.standing: 1 + alike.left_out for alike in self.links}
 
 
@@ -102,11 +111,11 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
     """Find the repeated units of a search space.
 
     Args:
-        space: search space of the program.
-        paths: path of each site, which determines its unit; None: its module's path.
+        space: the search space of a program that may leave out units.
+        paths: site to the module path that tells its unit. None: the path of the module that issued the site.
 
     Raises:
-        NotAlikeError: the units beside the gap are not alike.
+        NotAlikeError: the four units of a repeat are not alike.
     """
     if not space.program.repeats:
         return NO_REPEATED_UNITS
@@ -129,9 +138,9 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
 
 
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
-    """`paths`, except that each recomputed site (`again`) belongs to the unit of the site that it runs before.
+    """Return `paths` with each site of `again` put into the unit of the site that it runs before.
 
-    A value that the next block reads is recomputed while that block's backward runs.
+    For example, if the next block reads a value, the value is recomputed while the backward of that block runs.
     """
     found, before = dict(paths), ""
     for name in reversed(list(space.sites)):
@@ -144,7 +153,7 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
 
 
 def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
-    """Site to representative, where sites at one place of alike units share a representative."""
+    """Return `representatives` with the sites at one place of all units tied to one representative."""
     merged: dict[str, str] = {}
 
     def last(name: str) -> str:
@@ -159,12 +168,12 @@ def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str
 
 
 _Relation = tuple[int, int, tuple[int, int] | str]
-"""Operand, result, and origin of the value: unit (as a difference) and place, or a site outside."""
+"""Operand, result, and source: a pair of (difference of units, place), or the name of a site outside the units."""
 
 
 @dataclass(slots=True)
 class _Units:
-    """The four units of a repeat, checked to be alike."""
+    """The four units of one repeat, checked to be alike."""
 
     space: SearchSpace
     number: int
@@ -187,7 +196,7 @@ class _Units:
             self._check_links(names)
 
     def _columns(self) -> Iterator[list[str]]:
-        """The sites of each unit, in program order."""
+        """Return the sites of each unit, in program order."""
         columns: list[list[str]] = [[] for _ in self.repeat.units]
         forms: list[list[object]] = [[] for _ in self.repeat.units]
         for name, site in self.space.sites.items():
@@ -210,18 +219,20 @@ class _Units:
         return found
 
     def _check_links(self, names: Sequence[str]) -> None:
-        """Check that the sites at one place read alike; reads of the outer units beyond the four are ignored."""
+        """Check that the sites at one place read alike values. The outer units n and m may read anything beyond the
+        four units.
+        """
         first, ahead, behind, last = map(self._relations, names)
         outer_ok = _agree(first, ahead, step=-1) and _agree(last, behind, step=1)
         if ahead != behind or not outer_ok:
             raise NotAlikeError(f"{', '.join(names)} of alike blocks do not read alike values")
 
     def sites(self) -> list[AlikeSites]:
-        """The sites of the units, place by place."""
+        """Return the sites of the units, place by place."""
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
-        """The links into the units, place by place."""
+        """Return the links into the units, place by place."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
@@ -230,7 +241,7 @@ class _Units:
                 yield AlikeLinks(indices, indices[standing], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], tuple[str, ...]]]:
-        """The places of each pair of neighbouring runs, and the sites of the later one."""
+        """Return the places of each pair of neighbouring runs, and the sites of the later run."""
         names = [name for name in (*self.columns[AHEAD], *self.columns[BEHIND]) if not self.space.sites[name].is_input]
         names.sort(key=order.__getitem__)
         runs: list[list[str]] = []
@@ -251,7 +262,9 @@ class _Units:
 
 
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
-    """Whether two sites read alike, ignoring the inner site's reads from `step` units further."""
+    """Whether two sites read alike values, leaving out the values that the inner site reads from `step` units further
+    on.
+    """
     if len(outer) != len(inner):
         return False
     free = [isinstance(where, tuple) and where[0] == step for _, _, where in inner]

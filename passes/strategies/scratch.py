@@ -1,4 +1,4 @@
-"""Emit the local form of one call into a graph of its own, to count its nodes."""
+"""Emit the local form of one call into a graph of its own, to price its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from passes.strategies.local_tracer import LocalTracer
 
 
 def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
-    """The local form of a call under a strategy: from its operands, repeated where it repeats them, to its results."""
+    """Return the graph of a call's local form under a strategy. A value that is used twice as operand has two
+    placeholders.
+    """
     assert site.node is not None
     graph = fx.Graph()
     tracer = LocalTracer(graph)

@@ -1,4 +1,4 @@
-"""Shapes and types of nodes' values, as the cost models take them."""
+"""Shapes and types of nodes' values, for the cost models."""
 
 from __future__ import annotations
 

@@ -32,16 +32,12 @@ from torch import nn
 import autoshard
 from autoshard import AutoshardError, Cluster, Mesh
 from tests.benchmarks.decoder import Decoder
-from tests.benchmarks.deep_models import CASES, DEEPSEEK_V3, LLAMA_8B
-from tests.benchmarks.experts import Experts
+from tests.benchmarks.deep_models import CASES, LLAMA_8B
 from tests.models import build
 
 Built = tuple[nn.Module, dict[str, Any]]
 _TIMEOUT_S = 900.0
 _LLAMA_13B = replace(LLAMA_8B, layers=40, hidden=5120, heads=40, kv_heads=40, ffn=13824, vocab=32000, sequence=4096)
-_MIXTRAL = replace(
-    LLAMA_8B, vocab=32000, sequence=4096, experts=Experts(count=8, active=2, ffn=14336, shared_ffn=0, dense_layers=0)
-)
 _GPT2_XL = replace(
     LLAMA_8B, layers=48, hidden=1600, heads=25, kv_heads=25, head_size=64, ffn=6400, gated=False, vocab=50304,
     sequence=1024, tied=True, learned_positions=True, norm_bias=True, bias=True,
@@ -52,8 +48,6 @@ _DECODERS = {
     "llama-13b": _LLAMA_13B,
     "llama3-70b": CASES["llama3-70b"].shape,
     "llama3-405b": CASES["llama3-405b"].shape,
-    "mixtral-8x7b": _MIXTRAL,
-    "deepseek-v3": DEEPSEEK_V3,
 }
 
 
@@ -76,6 +70,10 @@ _OTHERS: Mapping[str, Callable[[], Built]] = {
         "t5", 512, width=1024, inner=16384, d_kv=128, heads=32, layers=24, num_decoder_layers=24, words=32128,
         dropout=0.0, pad_token_id=0, decoder_start_token_id=0,
     ),
+    "mixtral-8x7b": _language(
+        "mixtral", 4096, width=4096, inner=14336, layers=32, heads=32, key_heads=8, words=32000
+    ),
+    "deepseek-v3": _language("deepseek_v3", 4096, use_cache=False),
     "whisper-large": partial(
         _labelled, "input_features", _on_meta(1, 128, 3000, words=False), _on_meta(1, 448), "whisper",
         d_model=1280, encoder_layers=32, decoder_layers=32, encoder_attention_heads=20, decoder_attention_heads=20,

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: output, JSON, exit status, one sentence for a mistake."""
+"""The command line prints output, JSON, exit status, and one sentence for a mistake."""
 
 import json
 import runpy
@@ -84,7 +84,7 @@ def test_the_plan_for_a_global_batch_runs_the_model_as_it_is(
 def test_plan_begins_with_the_recipe_of_another_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """`--previous`: a file that `--out` wrote, for another cluster; what is found is the same."""
+    """`--previous` starts from a file that `--out` wrote for another cluster, with an equal result."""
     arguments = ("--global-batch", "8", "--runtime", "megatron", "--seq", "16", "--json")
     old, found = str(tmp_path / "old.json"), []
     assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2", *arguments, "--out", old) == 0
@@ -99,7 +99,7 @@ def test_plan_begins_with_the_recipe_of_another_plan(
 def test_price_confirms_a_plan_in_any_precision(
     precision: str, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The model is priced in the type of the recipe's products: it was in bfloat16 whatever these were."""
+    """`price` confirms a plan in any precision, because the model is priced in the recipe's type."""
     cluster = ("--cluster", "h100_sxm:1x4", "--seq", "16")
     assert (
         _run(
@@ -127,7 +127,7 @@ def test_price_confirms_a_plan_in_any_precision(
 def test_plan_json_is_the_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """`--json` prints what `--out` saves."""
+    """`--json` prints the file of `--out`."""
     out = tmp_path / "plan.json"
     arguments = ("plan", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=2,model=2", "--json")
     assert _run(monkeypatch, *arguments, "--out", str(out)) == 0
@@ -207,7 +207,7 @@ def test_a_mistake_is_one_sentence(
 def test_wrong_usage_has_a_status_of_its_own(
     arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command line that cannot be understood is one sentence and exit status 2."""
+    """A wrong command line is refused in one sentence with exit status 2."""
     assert _run(monkeypatch, *arguments) == 2
     error = capsys.readouterr().err
     assert sentence in error
@@ -215,7 +215,7 @@ def test_wrong_usage_has_a_status_of_its_own(
 
 
 def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--version` prints what `autoshard.__version__` says."""
+    """`--version` prints `autoshard.__version__`."""
     assert _run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.strip() == f"autoshard {autoshard.__version__}"
 
@@ -223,7 +223,7 @@ def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_price_says_whose_run_it_prices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    """`price` takes `--runtime` and names it; ours is sent to `plan`."""
+    """`price` takes `--runtime` and names the runtime, and our runtime is directed to `plan`."""
     command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8", "--recipe", "data=2")
     assert _run(monkeypatch, *command) == 0
     assert "runtime='megatron'" in capsys.readouterr().out
@@ -272,7 +272,7 @@ def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Every spec that a parameter could have; as a table and as data; a name that is none is one sentence."""
+    """`explain` prints every spec of a parameter as a table or data, and refuses an unknown name in a sentence."""
     arguments = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--batch", "8", "--seq", "16")
     assert _run(monkeypatch, "explain", model, "up.weight", *arguments) == 0
     assert "chosen" in capsys.readouterr().out
@@ -284,7 +284,7 @@ def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_explain_of_recipes(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """With the constraints that are given; one that is no field is one sentence."""
+    """`explain` of recipes follows the given constraints, and refuses an unknown field in a sentence."""
     cluster = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16")
     assert _run(monkeypatch, "explain", model, "up.weight", *cluster, "--constrain", "tensor=2", "--json") == 0
     data = json.loads(capsys.readouterr().out)
@@ -308,7 +308,7 @@ def test_plan_takes_specs_as_constraints(
 def test_report(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page of a model's plan and of the same plan from a file; what cannot be is one sentence."""
+    """`report` writes one page for a model's plan and for its file, and refuses mistakes in a sentence."""
     page, saved = tmp_path / "plan.html", tmp_path / "plan.json"
     options = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--seq", "16")
     assert _run(monkeypatch, "report", model, *options, "--out", str(page)) == 0
@@ -327,7 +327,7 @@ def test_report(
 
 
 def test_verify_prints_the_proof(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """`verify` proves the plan that is found for a cluster: a whole training step."""
+    """`verify` proves the plan of a whole training step for a cluster."""
     assert _run(monkeypatch, "verify", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=4", "--seq", "16") == 0
     text = capsys.readouterr().out
     assert text.startswith("verified: ")
@@ -337,7 +337,7 @@ def test_verify_prints_the_proof(model: str, monkeypatch: pytest.MonkeyPatch, ca
 def test_verify_reads_a_plan(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    """The proof as JSON is of the plan that was saved; a plan of other inputs is one sentence and status 1."""
+    """`verify` proves a saved plan as JSON, and refuses a plan of other inputs with status 1."""
     saved = str(tmp_path / "plan.json")
     arguments = ("--seq", "16", "--optimizer", "sgd")
     assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", *arguments, "--out", saved) == 0

@@ -14,7 +14,7 @@ from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 
 @pytest.mark.slow
 def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
-    """The written file is a cluster to plan for; the printed numbers say how well it fits."""
+    """The written file is a cluster for `plan`, and the printed numbers state its fit."""
     path = tmp_path / "mine.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--ranks", "2", "--budget-s", "1", "--json"])
     assert result.exit_code == 0, result.output
@@ -27,7 +27,7 @@ def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    """In one sentence, with the folder's name."""
+    """A missing folder is refused by name before any measurement."""
     with pytest.raises(AutoshardError, match=r"there is no folder .*missing"):
         CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "missing" / "mine.toml")], catch_exceptions=False)
 

@@ -1,4 +1,4 @@
-"""`autoshard doctor MODEL`: which operators run whole on every device, where, and what that takes."""
+"""`autoshard doctor MODEL` lists operators that run whole on every device, with their places and costs."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def build_inferred(batch, seq):
 
 @pytest.fixture
 def model(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose custom operator has no rule; what is registered in a test ends with it."""
+    """A model with a custom operator without a rule; rules of a test end with the test."""
     for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
         monkeypatch.setattr(table, name, dict(getattr(table, name)))
     path = tmp_path / "covered_model.py"
@@ -72,7 +72,7 @@ def test_operators_without_a_rule_are_named(
 def test_the_report_is_a_sentence_and_a_table(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """For a person."""
+    """The report for people is a sentence and a table."""
     _doctor(monkeypatch, f"{model}:build")
     text = capsys.readouterr().out
     assert "1 for want of a sharding rule" in text
@@ -82,7 +82,7 @@ def test_the_report_is_a_sentence_and_a_table(
 def test_inferred_rules_are_assumptions_to_know_of(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """An operator with an inferred rule is listed as such."""
+    """An operator with an inferred rule is listed as an assumption."""
     _doctor(monkeypatch, f"{model}:build_inferred", "--json")
     report = json.loads(capsys.readouterr().out)
     assert {row["kind"] for row in report["operators"]} >= {"inferred rule"}

@@ -44,7 +44,7 @@ def _load(reference: str, dtype: torch.dtype | None = None, trust_remote_code: b
 
 
 def _write_config(folder: Path, **changes: Any) -> str:
-    """A config, and beside it code that leaves a file where it runs."""
+    """Write a config, and beside it code that leaves a file when run."""
     (folder / "config.json").write_text(json.dumps(_LLAMA | changes))
     (folder / "beside.py").write_text(_BESIDE.format(trace=str(folder / "ran")))
     return f"hf:{folder}"
@@ -100,7 +100,7 @@ def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> 
 
 
 def test_a_config_of_an_encoder_and_decoder(tmp_path: Path) -> None:
-    """It predicts the labels."""
+    """A config of an encoder and a decoder becomes a model that predicts the labels."""
     T5Config(
         d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0
     ).save_pretrained(tmp_path)
@@ -109,7 +109,7 @@ def test_a_config_of_an_encoder_and_decoder(tmp_path: Path) -> None:
 
 
 def test_a_config_of_no_language_model(tmp_path: Path) -> None:
-    """It is refused by its type, with the way out; so is a file that is no config."""
+    """A config of another model type, and a file without a config, are refused with the way out."""
     ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ModelReferenceError, match=r"model_type='vit' is none. Write a function"):
         _load(f"hf:{tmp_path}")
@@ -119,7 +119,7 @@ def test_a_config_of_no_language_model(tmp_path: Path) -> None:
 
 
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
-    """A type that transformers has is built by transformers; any other is refused, with the option that runs it."""
+    """Transformers builds its own types, and other types are refused with the option to run their code."""
     named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP))
     assert type(named.model).__module__.startswith("transformers.models.llama")
     reference = _write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own")
@@ -129,7 +129,7 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
 
 
 def test_code_beside_a_config_is_run_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is the one that the code makes."""
+    """Trusted code beside a config makes the model."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own"), trust_remote_code=True)
@@ -142,7 +142,7 @@ def test_code_beside_a_config_is_run_when_it_is_trusted(tmp_path: Path, monkeypa
 def test_kernels_of_a_hub_are_not_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
 ) -> None:
-    """A config that names some is refused before a model is made."""
+    """A config that names kernels of a hub is refused before a model is made."""
 
     def fetch(*arguments: object, **options: object) -> None:
         pytest.fail("a kernel was fetched")
@@ -164,7 +164,7 @@ def test_kernels_of_a_hub_are_not_fetched(
     ],
 )
 def test_an_absurd_config_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
-    """In one sentence, and at once."""
+    """An absurd config is refused at once in one sentence."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelReferenceError, match=sentence):
         _load(f"hf:{tmp_path}")
@@ -200,13 +200,13 @@ def test_a_function_must_return_a_model_with_inputs(model_file: Path) -> None:
     ],
 )
 def test_a_function_that_cannot_be_called_is_named(model_file: Path, name: str, sentence: str) -> None:
-    """In one sentence, with the line."""
+    """A function that cannot be called is refused in one sentence with its line."""
     with pytest.raises(ModelReferenceError, match=sentence):
         _load(f"{model_file}:{name}")
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that the file imports is not confused with the module that was asked for."""
+    """A missing import inside a file is told apart from a missing file."""
     (tmp_path / "drawn_importer.py").write_text("import torch\nimport nothing_there\n")
     (tmp_path / "drawn_typo.py").write_text("def build(:")
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ from autoshard.cli.recipes import parse_constraints, parse_recipe
 
 
 def test_fields_are_numbers_words_and_lists() -> None:
-    """Each value becomes what the field wants."""
+    """Each value is converted to the type of its field."""
     text = "pipeline=2,virtual_stages=1,stage_layers=3+5,sequence_parallel=yes,tensor=2,recompute=none,zero_group=none"
     expected = Recipe(
         pipeline=2, virtual_stages=1, stage_layers=(3, 5), sequence_parallel=True, tensor=2, recompute="none"
@@ -44,7 +44,7 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_mistakes_are_named() -> None:
-    """Text that is no pair, and a name that is no field, are refused by name."""
+    """Text without "=", and an unknown field, are refused by name."""
     with pytest.raises(RecipeError, match="must read FIELD=VALUE"):
         parse_recipe("data")
     with pytest.raises(RecipeError, match=r"data='9+' must be a whole number of at least 1"):
@@ -62,7 +62,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_constraints_are_values_or_specs() -> None:
-    """Several of a field; a name may have dots and stars."""
+    """A field may have several values, and a parameter's name dots and stars."""
     texts = ["recompute=none,full", "sequence_parallel=yes", "zero_group=none", "layers.*.weight=P('data', None)"]
     assert parse_constraints(texts) == {
         "recompute": ("none", "full"), "sequence_parallel": (True,), "zero_group": (None,),

@@ -1,8 +1,8 @@
-"""A cluster as a networkx graph, and the bandwidth that traffic routed over it gets.
+"""A cluster as a networkx graph, and the bandwidth of traffic routed over the graph.
 
 Nodes of the graph: ("device", rank), ("switch", node), ("host", node), ("card", node, i), ("leaf", pod), ("spine",).
-Edges carry `bytes_per_s`, what long transfers reach in each direction. `topology.group_links` says the same in closed
-form; here it is derived by routing every ring, whatever the placement.
+Edges carry `bytes_per_s`, the bandwidth of long transfers in each direction. `topology.group_links` has the same result
+in closed form. The graph routes every ring instead, for any placement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cost_models.topology import GroupLinks, Link, NodeWiring, Wiring, direct_li
 
 
 def axis_links(cluster: Cluster, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
-    """For each mesh axis, the links that a group along it uses."""
+    """Return, for each mesh axis, the links of a group along the axis."""
     return {axis: cluster.group_links(mesh_axes, (axis,)) for axis in mesh_axes}
 
 
@@ -33,7 +33,7 @@ def cluster_graph(cluster: Cluster) -> networkx.Graph:
 def _build_graph(
     nodes: int, per_node: int, intra: Link, inter: Link | None, wiring: Wiring, wired_devices: int
 ) -> networkx.Graph:
-    """The graph of a cluster of `nodes` nodes with `per_node` devices each (of `wired_devices` that a node has)."""
+    """Return the graph of `nodes` nodes with `per_node` of their `wired_devices` devices each."""
     graph = networkx.Graph()
     for rank in range(nodes * per_node):
         graph.add_node(("device", rank))
@@ -74,16 +74,16 @@ def _add_cards(graph: networkx.Graph, node: int, per_node: int, inter: Link, wir
 
 
 def ring_bandwidth(graph: networkx.Graph, groups: Sequence[Sequence[int]], per_node: int) -> float:
-    """B/s at which each of `groups` (of ranks) can run rings when all run at once.
+    """Return the bandwidth in B/s at which each of `groups` (of ranks) runs rings when all groups run at once.
 
-    1. A group with p members in each of its nodes runs p rings, each through all members, node by node; ring j leaves
-       and enters nodes at its j-th member, so that all cards are used. Each carries 1/p of the bytes.
-    2. A step inside a node takes the direct link or the switch; one between nodes the cards of its two devices.
-    3. With l the bytes on an edge in one direction for every byte that a group sends round, the edge allows
-       bytes_per_s / l; the least over all edges holds.
+    1. A group with p members in each of its nodes runs p rings, each through all members, node by node. Ring j leaves
+       and enters nodes at its j-th member, so that all cards are used. Each ring carries 1/p of the bytes.
+    2. A step inside a node takes the direct link or the switch. A step between nodes takes the cards of its devices.
+    3. With l the bytes on an edge in one direction for every byte of a group's ring, the edge allows bytes_per_s / l.
+       The least value over all edges holds.
 
-    Groups need the same number of members in each node that they touch; direct links that only some rings of a node
-    could use are not spread over, so on nodes without a switch this is what single rings reach.
+    Groups need the same number of members in each of their nodes. Rings do not spread over direct links that only some
+    rings of a node could use. The result is therefore the bandwidth of single rings on nodes without a switch.
     """
     load: defaultdict[tuple[Hashable, Hashable], float] = defaultdict(float)
     for group in groups:
@@ -107,7 +107,7 @@ def _rings(ranks: Sequence[int], per_node: int) -> list[list[int]]:
 
 
 def _route(graph: networkx.Graph, source: int, target: int, per_node: int) -> list[tuple[Hashable, Hashable]]:
-    """The directed edges from a device to another: never through a third device."""
+    """Return the directed edges between two devices, never through a third device."""
     others = {("device", rank) for rank in (source, target)}
     inside = source // per_node == target // per_node
 

@@ -23,7 +23,7 @@ def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
 
 
 def test_an_action_runs_until_its_share_of_the_time_is_over(monkeypatch):
-    """At least twice; here the clock goes on by a second whenever it is looked at."""
+    """A measurement repeats its action, at least twice, until its share of the time is over."""
     clock, runs = itertools.count(), []
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(clock))
     calibration._mean_time(lambda: runs.append(1), 9.0)
@@ -60,7 +60,7 @@ def test_fitting_predicted_collectives_gives_the_link_back(bandwidth, latency, s
     bandwidth=st.floats(1e8, 1e11),
 )
 def test_fitting_measured_collectives_gives_them_back(start, latency, bandwidth):
-    """Each collective has numbers of its own; with one group size, all that does not grow is start."""
+    """Fitting measured collectives returns each collective's constants; with one group size the rest is start time."""
     curves = [MeasuredCollective(name, start * (i + 1), latency, bandwidth) for i, name in enumerate(COLLECTIVES)]
     for groups in ((2, 4), (2,)):
         measured = {
@@ -93,7 +93,7 @@ def test_a_bandwidth_that_hides_in_noise_stays_finite():
 
 @pytest.mark.slow
 def test_pooled_calibrations_are_the_fit_of_their_mean():
-    """The rates of two passes, of which one was twice as slow throughout, are those of the mean time."""
+    """Pooled calibrations of two passes, one twice as slow, fit the mean time."""
     fast = calibrate(name="here", memory_bytes=2**30, budget_s=0.2)
     slow = Calibration(fast.cluster, {key: 2 * value for key, value in fast.measured_s.items()}, {}, fast.date)
     found = pooled([fast, slow]).cluster

@@ -75,7 +75,7 @@ def test_more_bytes_never_take_less_time(time, links, small, more):
 @pytest.mark.parametrize("time", [all_gather_time, reduce_scatter_time, all_to_all_time])
 @given(size=SIZES, n=st.integers(1, 63), link=LINKS)
 def test_a_larger_ring_never_takes_less_time(time, size, n, link):
-    """On one level, time is monotone in the group's size for the same full bytes."""
+    """On one level, time increases with the group's size for equal full bytes."""
     assert time(size, group(n, 1, link, link)) <= time(size, group(n + 1, 1, link, link)) * (1 + 1e-12)
 
 
@@ -89,7 +89,7 @@ def test_ring_all_reduce_is_reduce_scatter_plus_all_gather(size, n, link):
 
 @given(size=SIZES, links=GROUPS)
 def test_all_reduce_never_exceeds_reduce_scatter_plus_all_gather(size, links):
-    """Other algorithms are used only where they are faster."""
+    """Other all-reduce algorithms are used only if faster than reduce-scatter plus all-gather."""
     parts = reduce_scatter_time(size, links) + all_gather_time(size, links)
     assert all_reduce_time(size, links) <= parts * (1 + 1e-12)
 
@@ -128,7 +128,7 @@ def test_negative_bytes_are_refused():
 
 
 def test_point_to_point_takes_the_faster_protocol():
-    """A short message goes by LL, a long one by Simple."""
+    """A short message takes protocol LL, a long message takes Simple."""
     quick = Protocol("LL", bandwidth_share=0.5, latency_s=1e-6, start_s=1e-6)
     link = Link(1e9, 1.0, 0.0, 2e-6, 3e-6, 0.0, 1.0, (quick,))
     assert point_to_point_time(100, link) == pytest.approx(2e-6 + 2e-7)
@@ -136,7 +136,7 @@ def test_point_to_point_takes_the_faster_protocol():
 
 
 def test_a_protocol_that_one_link_lacks_is_not_used():
-    """LL in the node and not on the network leaves Simple for a group across both."""
+    """LL in the node alone leaves Simple for a group across the network."""
     quick = (Protocol("LL", bandwidth_share=0.5, latency_s=0.0, start_s=0.0),)
     slow = Link(1e9, 1.0, 0.0, 2e-6, 3e-6, 0.0, 1.0)
     intra = dataclasses.replace(slow, protocols=quick)
@@ -146,7 +146,7 @@ def test_a_protocol_that_one_link_lacks_is_not_used():
 
 
 def test_the_switch_reduces_large_tensors_fastest():
-    """NVLS on eight H100; A100 has none."""
+    """NVLS reduces large tensors fastest on eight H100, and A100 has no NVLS."""
     h100, a100 = node_type("h100_sxm").intra, node_type("a100_sxm_80gb").intra
     times = all_reduce_algorithms(2**30, group(8, 1, h100, h100))
     assert min(times, key=times.get) == "switch"
@@ -161,7 +161,7 @@ def test_a_tree_beats_the_ring_for_short_messages_on_many_nodes():
 
 
 def test_a_tree_of_more_than_two_nodes_crosses_each_nodes_network_twice():
-    """Nodes between others hand the tensor up and down; of two nodes, one only sends and the other only receives."""
+    """In a tree of more than two nodes, inner nodes send the tensor up and down; in a tree of two nodes each once."""
     near, far = (Link(speed, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0) for speed in (1e12, 1e9))
     two, four = (_tree(1e9, group(2, nodes, near, far)) for nodes in (2, 4))
     assert four == pytest.approx(2 * two)
@@ -175,14 +175,14 @@ def test_an_all_to_all_is_bound_by_the_network_share():
 
 
 def test_measured_collectives_are_within_ten_percent_in_the_median():
-    """Published measurements from 1 MiB, those that the constants were fitted to."""
+    """Fitted measurements from 1 MiB are met within ten percent in the median."""
     rows = counted(read_rows())
     assert len(rows) > 200
     assert median_error(errors(rows)) < 0.05
 
 
 def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
-    """Constants fitted from neutral values to the other sources, or taken from another link."""
+    """Measurements outside of the fit are met within ten percent in the median."""
     every = [
         value
         for rows, values, _ in leave_one_out(read_rows()).values()
@@ -193,10 +193,12 @@ def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
 
 
 def test_expert_dispatch_reaches_the_measured_bandwidth():
-    """DeepEP on 8 H200 dispatches at 294 to 321 GB/s over NVLink in 500 to 545 us, UCCL-EP on 16 over EFA at 48 to 54.
+    """Expert dispatch reaches the measured bandwidth of DeepEP and UCCL-EP.
 
-    The latter within a quarter: it sends a token once for all of a node's experts, which counts as more bandwidth.
-    aws-samples/awsome-distributed-training micro-benchmarks/expert-parallelism @7217859f, DeepEP and UCCL-EP READMEs.
+    DeepEP on 8 H200 dispatches at 294 to 321 GB/s over NVLink in 500 to 545 us. UCCL-EP on 16 H200 over EFA dispatches
+    at 48 to 54 GB/s, which holds within a quarter. UCCL-EP sends a token once for all experts of a node, so its
+    bandwidth counts higher. Sources: aws-samples/awsome-distributed-training micro-benchmarks/expert-parallelism
+    @7217859f, and the READMEs of DeepEP and UCCL-EP.
     """
     node = node_type("aws_p5en")
     leaving = 0.5225e-3 * 307e9
@@ -214,9 +216,10 @@ def test_expert_dispatch_reaches_the_measured_bandwidth():
      ("h100_sxm", 4, 8, 51, 58), ("h100_sxm", 8, 8, 46, 51)],
 )  # fmt: skip
 def test_a_dispatch_sends_a_token_once_to_a_place(node, nodes, per_node, low, high):
-    """HybridEP, kernels only: GB/s of what ranks get over NVLink, or nodes over InfiniBand, for combine and dispatch.
+    """HybridEP sends a token once to each rank over NVLink, or to each node over InfiniBand, for combine and dispatch.
 
-    4096 tokens of 7168 in bf16, 8 experts each: deepseek-ai/DeepEP Hybrid-EP_Implementation.md @07eea0c0.
+    GB/s of kernels alone. 4096 tokens of 7168 in bf16, 8 experts each: deepseek-ai/DeepEP Hybrid-EP_Implementation.md
+    @07eea0c0.
     """
     kind = node_type(node)
     seconds = dispatch_time(4096 * 7168 * 2 * 8, 8, group(per_node, nodes, kind.intra, kind.inter))
@@ -231,6 +234,6 @@ def test_a_dispatch_of_few_tokens_to_many_experts_sends_less(size, links, copies
 
 
 def test_a_ring_pays_every_hop():
-    """512 ranks on 64 nodes: 448 hops inside nodes and 63 between them, over links that are fast but far."""
+    """A ring of 512 ranks on 64 nodes pays 448 hops inside nodes and 63 hops between nodes."""
     far, near = Link(1e15, 1.0, 0.0, 1e-5, 0.0, 0.0, 1.0), Link(1e15, 1.0, 0.0, 1e-6, 0.0, 0.0, 1.0)
     assert all_gather_time(1, group(8, 64, near, far)) == pytest.approx(448e-6 + 630e-6)

@@ -25,7 +25,7 @@ H100 = device("h100_sxm")
 
 @given(DEVICES, DIMS, DIMS, DIMS, st.integers(1, 64), st.integers(0, 3), st.integers(0, 256))
 def test_a_larger_product_never_takes_less_time(unit, m, n, k, batch, which, more):
-    """Monotone in m, n, k and batch, quantisation included, for rows that are aligned."""
+    """Time is monotone in m, n, k and batch for aligned rows, quantisation included."""
     sizes = [m, n, k, batch]
     larger = [size + 16 * more * (index == which) for index, size in enumerate(sizes)]
     assert matmul_time(*sizes, "bf16", unit) <= matmul_time(*larger, "bf16", unit)
@@ -33,7 +33,7 @@ def test_a_larger_product_never_takes_less_time(unit, m, n, k, batch, which, mor
 
 @given(DEVICES, DIMS, DIMS, DIMS)
 def test_a_product_is_never_faster_than_peak(unit, m, n, k):
-    """2mnk FLOPs at peak bound it from below, and so does the launch."""
+    """A product takes at least 2mnk FLOPs at peak, and at least its launch."""
     time = matmul_time(m, n, k, 1, "bf16", unit)
     assert time >= max(2 * m * n * k / unit.peak("bf16"), unit.launch_latency_s)
 
@@ -63,7 +63,7 @@ def test_measured_products_are_within_twenty_percent(sizes, tflops):
 
 
 def test_rows_off_sixteen_bytes_are_slow():
-    """A vocabulary of 50257 takes longer than one of 50304, in 16 bit, on tensor cores."""
+    """A vocabulary of 50257 takes longer than 50304 on tensor cores in 16 bits."""
     odd, padded = (matmul_time(4096, n, 4096, 1, "bf16", H100) for n in (50257, 50304))
     assert odd == pytest.approx(H100.matmul.misaligned_slowdown * padded, rel=0.05)
     odd, padded = (matmul_time(4096, n, 4096, 1, "f32", H100) for n in (50257, 50304))
@@ -161,7 +161,7 @@ ATTENTION = st.builds(
 
 @given(ATTENTION, DEVICES, st.sampled_from(["heads", "queries", "keys", "depth"]), st.integers(0, 4096))
 def test_more_attention_never_takes_less_time(shape, unit, field, more):
-    """Monotone in heads, queries, keys and depth; a part of a block of queries takes as long as a whole one."""
+    """Time is monotone in heads, queries, keys and depth; a partial block of queries takes a whole block's time."""
     larger = shape._replace(**{field: getattr(shape, field) + more})
     dtype = "f32" if unit.name == "cpu_laptop" else "bf16"
     assert attention_time(shape, dtype, unit) <= attention_time(larger, dtype, unit) * (1 + 1e-9)
@@ -179,7 +179,7 @@ def test_a_causal_mask_never_takes_more_time(shape):
 
 
 def test_long_causal_attention_takes_half():
-    """Within 5 % at 64k keys."""
+    """Causal attention takes half the time within 5 % at 64k keys."""
     full = AttentionShape(16, 65536, 65536, 128, 128)
     ratio = attention_time(full._replace(causal=True), "bf16", H100) / attention_time(full, "bf16", H100)
     assert ratio == pytest.approx(0.5, rel=0.05)
@@ -187,7 +187,7 @@ def test_long_causal_attention_takes_half():
 
 @given(ATTENTION)
 def test_fused_attention_is_never_slower_than_through_memory(shape):
-    """On a device with a fused kernel, for sequences that fill it."""
+    """Fused attention is at least as fast as unfused attention, for sequences that fill the device."""
     filled = shape._replace(heads=max(64, shape.heads), queries=4096, keys=4096, depth=128, value_depth=128)
     assert attention_time(filled, "bf16", H100) <= unfused_attention_time(filled, "bf16", H100)
 

@@ -14,7 +14,7 @@ DEVICES = constants.names("devices")
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_device_is_complete(name):
-    """An efficiency for each peak, fractions below one, and a fused attention on every accelerator."""
+    """Every device has an efficiency below one for each peak, and every accelerator a fused attention."""
     unit = device(name)
     assert set(unit.matmul.efficiency) == set(unit.peak_flops)
     assert all(0 < share <= 1 for share in (*unit.matmul.efficiency.values(), unit.memory_efficiency))
@@ -25,7 +25,7 @@ def test_every_device_is_complete(name):
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if not name.startswith("cpu")])
 def test_peaks_follow_the_precision(name):
-    """Fewer bits are never slower, and 16 bit formats are alike where the device has both."""
+    """Fewer bits are never slower, and both 16-bit formats are equally fast where available."""
     peaks = device(name).peak_flops
     ladder = [peaks[dtype] for dtype in ("f64", "f32", "tf32", "f16", "f8") if dtype in peaks]
     assert ladder == sorted(ladder)
@@ -33,7 +33,7 @@ def test_peaks_follow_the_precision(name):
 
 
 def test_what_is_not_confirmed_carries_an_interval():
-    """Its value lies within; what says that it was not measured always has one."""
+    """An unconfirmed constant lies in its interval, and every unmeasured constant has an interval."""
     for folder in ("devices", "nodes", "architectures", "fabrics", "networks", "software"):
         for name in constants.names(folder):
             for path, constant in constants.load(folder, name).constants.items():
@@ -45,7 +45,7 @@ def test_what_is_not_confirmed_carries_an_interval():
 
 
 def test_an_interval_around_another_value_is_refused():
-    """The message shows both."""
+    """An interval without its value is refused with both."""
     table = {"value": 1.0, "unit": "B", "source": "a source", "date": "2026-01-01", "interval": [2, 3]}
     with pytest.raises(HardwareFileError, match=r"interval=\[2, 3\].*value=1\.0"):
         constants.parse({"memory_bytes": table}, "mine.toml")
@@ -71,7 +71,7 @@ def test_dispatch_is_named():
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if not name.startswith("cpu")])
 def test_copies_to_and_from_the_host(name):
-    """Every accelerator has a host link, slower than its own memory; a copy takes longer the larger it is."""
+    """Every accelerator has a host link slower than its memory, and larger copies take longer."""
     unit = device(name)
     assert unit.host_link is not None
     rates = (unit.host_link.to_host_bytes_per_s, unit.host_link.from_host_bytes_per_s)
@@ -82,7 +82,7 @@ def test_copies_to_and_from_the_host(name):
 
 
 def test_a_cpu_has_no_host_link():
-    """Its memory is the host's; the error says what a device with memory of its own would need."""
+    """A CPU has no host link, and the error states the need of a device with its own memory."""
     with pytest.raises(UnknownHardwareError, match=r"'cpu_laptop' has no host_link.*\[host_link\.to_host\]"):
         device("cpu_laptop").to_host_time(1.0)
 

@@ -1,4 +1,4 @@
-"""Layers of experts: FLOPs of what tokens choose, more where ranks have different experts, and bytes on the way."""
+"""Expert layers count FLOPs of the chosen experts, the busiest rank, and the bytes of exchanges."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def flops(name: str, inputs: list[TensorInfo], group: tuple[str, ...] = ()) -> f
 
 
 def test_whole_layers_compute_each_row_once() -> None:
-    """The backward makes the first product again, which is two of the three parts."""
+    """The backward has twice the forward's FLOPs, and recomputes the first product, two thirds of the forward."""
     rows = TOKENS * CHOSEN
     assert flops("experts", operands()) == rows * ROW_FLOPS
     assert flops("experts_backward", operands()) == pytest.approx(rows * ROW_FLOPS * (2 + 2 / 3))
 
 
 def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
-    """A rank gets its share of all tokens and more; so it does where tokens are sent to it."""
+    """A rank's load is its share of all tokens and more, also with a dispatch."""
     rows = TOKENS * CHOSEN / 4
     alone = flops("experts", operands(held=2))
     assert rows * ROW_FLOPS < alone < 2 * rows * ROW_FLOPS
@@ -56,13 +56,13 @@ def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
 
 @given(rows=st.floats(1, 1e9), ranks=st.integers(1, 512))
 def test_the_busiest_rank_has_between_the_mean_and_all(rows: float, ranks: int) -> None:
-    """And the more tokens, the nearer the mean."""
+    """The load of the busiest rank lies between the mean and all tokens, and nears the mean with more tokens."""
     assert rows / ranks <= busiest_rows(rows, ranks) <= rows
     assert busiest_rows(4 * rows, ranks) / (4 * rows) <= busiest_rows(rows, ranks) / rows * (1 + 1e-12)
 
 
 def test_rows_travel_there_and_back() -> None:
-    """Twice in the forward; in the backward gradients go along, with weights, and come back with both."""
+    """Rows travel twice in the forward; gradients and rows travel in the backward."""
     inputs = operands(TOKENS // 4, held=2)
     rows = busiest_rows(TOKENS * CHOSEN, 4)
     counts, there, back = sent("exchanged_experts", (None,) * 6, inputs)
@@ -73,7 +73,7 @@ def test_rows_travel_there_and_back() -> None:
 
 
 def test_what_is_kept_is_neither_sent_nor_computed_again() -> None:
-    """The backward that takes it sends gradients alone, and makes four products of the five."""
+    """A backward with kept rows sends gradients alone, and makes four of five products."""
     inputs = operands(TOKENS // 4, held=2)
     rows = busiest_rows(TOKENS * CHOSEN, 4)
     kept = [floats(1, HIDDEN), floats(1, 2 * INNER), TensorInfo((2, 4, 2), 8, "i64")]
@@ -91,7 +91,7 @@ def test_what_is_kept_is_neither_sent_nor_computed_again() -> None:
 
 
 def sent(name: str, before: tuple[None, ...], inputs: list[TensorInfo], beside: Sequence[float] = ()) -> list[float]:
-    """Bytes of each exchange of a call, some of which run `beside` shares of what it computes."""
+    """Return the bytes of each exchange of a call; some exchanges run `beside` a share of its computation."""
     found = EXCHANGES[f"autoshard.{name}.default"](inputs, (*before, *CONSTANTS, "expert"))
     assert not any(each.is_shift for each in found)
     assert [each.beside for each in found if each.beside] == list(beside)
@@ -99,7 +99,7 @@ def sent(name: str, before: tuple[None, ...], inputs: list[TensorInfo], beside: 
 
 
 def test_the_workspace_grows_with_rows() -> None:
-    """It holds at least rows, their first products, and what the gate makes."""
+    """The workspace has at least the rows, their first products, and the gate's result."""
     count = WORKSPACE_BYTES["autoshard.experts.default"]
     arguments = (None,) * 6 + CONSTANTS
     few, many = (count(operands(tokens), arguments) for tokens in (TOKENS, 2 * TOKENS))
@@ -108,7 +108,7 @@ def test_the_workspace_grows_with_rows() -> None:
 
 
 def test_rows_of_other_experts_are_in_memory() -> None:
-    """A rank with some of the experts holds all rows, where the host would wait for how many are its own."""
+    """A rank with some experts has memory for all rows, because the host does not wait for the count."""
     for name in ("experts", "experts_backward"):
         before = [floats(TOKENS, HIDDEN)] if name.endswith("backward") else []
         count, arguments = WORKSPACE_BYTES[f"autoshard.{name}.default"], (None,) * (6 + len(before)) + CONSTANTS

@@ -70,7 +70,7 @@ def test_right_hand_sides_count_each(name, shapes, flops):
 
 
 def test_complex_matrices_take_four_times_the_flops():
-    """And are computed in their parts' dtype."""
+    """Complex matrices take four times the FLOPs, in the dtype of their parts."""
     real = work("aten.linalg_inv_ex.default", [matrix(8, 8)], [matrix(8, 8)])
     found = work("aten.linalg_inv_ex.default", [matrix(8, 8, dtype="c64")], [matrix(8, 8, dtype="c64")])
     assert (found.flops, found.dtype) == (4 * real.flops, "f32")

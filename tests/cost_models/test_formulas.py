@@ -19,7 +19,7 @@ SIZES = st.integers(1, 10**6)
 
 @given(st.lists(st.integers(-50, 50), min_size=6, max_size=6), SIZES, SIZES)
 def test_interpolation_finds_the_polynomial(coefficients: list[int], a: int, b: int) -> None:
-    """A polynomial of degree one in the first symbol and two in the second is found anywhere."""
+    """Interpolation finds a polynomial of degree one in the first symbol and two in the second everywhere."""
 
     def polynomial(x: int, y: int) -> int:
         return sum(c * x**i * y**j for c, (i, j) in zip(coefficients, grid([(0, 1), (0, 1, 2)]), strict=True))
@@ -38,7 +38,7 @@ def test_one_ceiling_is_as_good_as_two(size: int, a: int, b: int) -> None:
 
 
 def test_published_formulas_are_in_plain_symbols_and_fractions() -> None:
-    """The user's own symbols are those of the formula."""
+    """A published formula has the user's symbols and fractions."""
     formula = published(2.5 * ceil_div(A, B) * A)
     assert formula == sympy.Rational(5, 2) * sympy.Symbol("a") * sympy.ceiling(sympy.Symbol("a") / sympy.Symbol("b"))
     assert published(ceil_div(A, B), even=True) == sympy.Symbol("a") / sympy.Symbol("b")
@@ -46,7 +46,7 @@ def test_published_formulas_are_in_plain_symbols_and_fractions() -> None:
 
 @given(st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 512))
 def test_vectorised_equals_substituted(sizes: list[int], pieces: int) -> None:
-    """For every size at once, with exact ceilings."""
+    """A vectorised formula with ceilings equals substitution at every size."""
     formula = published(3 * ceil_div(sympy.Rational(2, 3) * 3 * A, B) + A / B)
     found = vectorise(formula)(a=np.array(sizes), b=pieces)
     wanted = [3 * -(-2 * size // pieces) + size / pieces for size in sizes]
@@ -54,13 +54,13 @@ def test_vectorised_equals_substituted(sizes: list[int], pieces: int) -> None:
 
 
 def test_vectorised_broadcasts() -> None:
-    """A number for one symbol, arrays of two dims for the others; a formula of nothing is a number."""
+    """A formula broadcasts a number and arrays, and a constant formula is a number."""
     formula = published(A * B)
     assert vectorise(formula)(a=[[1], [2]], b=[3, 4, 5]).shape == (2, 3)
     assert math.isclose(float(vectorise(sympy.Integer(7))()), 7.0)
 
 
 def test_a_missing_symbol_is_named() -> None:
-    """And so is one too many."""
+    """A missing symbol, or a surplus symbol, is named."""
     with pytest.raises(CostArgumentError, match="one of a, b; given: a, layers"):
         vectorise(published(A * B))(a=1, layers=2)

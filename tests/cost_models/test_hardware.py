@@ -65,7 +65,7 @@ def test_several_nodes_without_a_network_raise():
 
 
 def test_too_many_devices_per_node_raise():
-    """A node holds what its file says."""
+    """More devices in a node than its file states are refused."""
     with pytest.raises(TopologyError, match="1 to 8 devices"):
         Cluster("h100_sxm", nodes=1, devices_per_node=9)
 
@@ -130,7 +130,7 @@ def _write(tmp_path, text):
 
 
 def test_a_constant_without_source_is_refused(tmp_path):
-    """The message names the constant and what it lacks."""
+    """A constant without a source is refused with its name and the missing field."""
     path = _write(tmp_path, '[memory_bytes]\nvalue = 1\nunit = "B"\ndate = "2026-01-01"\n')
     with pytest.raises(HardwareFileError, match="'memory_bytes' lacks source"):
         constants.read(path)
@@ -195,7 +195,7 @@ def test_a_file_that_nobody_would_write_is_refused(tmp_path, old, new, message):
     ],
 )
 def test_a_number_that_no_hardware_has_is_refused(tmp_path, path, value, message):
-    """By its constant, what it is, and what it must be; it would be a division by 0 or a plan of 1e25 s."""
+    """An impossible number is refused with its constant, its value and the allowed values."""
     Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
     head, _, tail = (tmp_path / "broken.toml").read_text().partition(f"[{path}]\nvalue = ")
     _write(tmp_path, f"{head}[{path}]\nvalue = {value}\n{tail.partition(chr(10))[2]}")
@@ -220,7 +220,7 @@ def test_a_node_is_put_together_from_parts():
 
 
 def test_another_network_keeps_the_rest():
-    """Only what is named changes; a Link of the caller's is taken as it is."""
+    """Another network changes the named fields alone, and a `Link` of the caller is used unchanged."""
     kind = node_type("h100_sxm")
     slower = kind.with_network(bytes_per_s_per_device=1e9, devices_per_nic=2, nodes_per_pod=4, oversubscription=2.0)
     assert slower.inter == dataclasses.replace(kind.inter, bandwidth_bytes_per_s=1e9)
@@ -231,7 +231,7 @@ def test_another_network_keeps_the_rest():
 
 
 def test_a_cluster_is_counted_in_devices():
-    """Whole nodes, or part of one."""
+    """A cluster of a number of devices has whole nodes, or part of one node."""
     assert Cluster.of("h100_sxm", 16, devices_per_node=8, network="efa_v2").nodes == 2
     assert Cluster.of("h100_sxm", 4, devices_per_node=8).devices_per_node == 4
     with pytest.raises(TopologyError, match="12 devices do not fill nodes of 8"):
@@ -250,7 +250,7 @@ def test_missing_parts_are_named():
 
 
 def test_impossible_nodes_are_refused():
-    """A cube mesh of sixteen, a node of none, a layout that is none."""
+    """Impossible nodes are refused: a cube mesh of sixteen, an empty node, an unknown layout."""
     with pytest.raises(TopologyError, match="joins 8 devices, not 16"):
         assemble_node("v100_sxm2_32gb", 16, fabric="nvlink2_hybrid_cube_mesh")
     with pytest.raises(TopologyError, match="devices_per_node=0"):
@@ -258,7 +258,7 @@ def test_impossible_nodes_are_refused():
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    """The known ones are named."""
+    """An unknown layout is refused with the known layouts."""
     Cluster("h100_sxm").save(tmp_path / "mine.toml", source="a test, nothing measured", date="2026-11-20")
     text = (tmp_path / "mine.toml").read_text().replace('layout = "switch"', 'layout = "donut"')
     (tmp_path / "mine.toml").write_text(text)
@@ -281,7 +281,7 @@ def test_an_unknown_layout_is_refused(tmp_path):
     ],
 )
 def test_hardware_of_published_runs_can_be_built(gpu, per_node, fabric, network, gbit):
-    """Every combination of the runs that we price; all of a mesh's axes have links."""
+    """Hardware of all priced published runs can be built, with links for all of a mesh's axes."""
     speed = None if gbit is None else gbit / 8 * 1e9
     cluster = Cluster.of(
         gpu,
@@ -298,6 +298,6 @@ def test_hardware_of_published_runs_can_be_built(gpu, per_node, fabric, network,
 
 @pytest.mark.parametrize("wrong", [{"devices_per_nic": 0}, {"nodes_per_pod": -1}, {"oversubscription": 0.5}])
 def test_a_network_that_cannot_be_is_refused(wrong):
-    """Each by itself, with what was given."""
+    """Each impossible field of a network is refused with its value."""
     with pytest.raises(TopologyError, match="at least 1, 0 and 1"):
         node_type("h100_sxm").with_network(**wrong)

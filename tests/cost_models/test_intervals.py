@@ -18,7 +18,7 @@ ERRORS = st.lists(st.floats(-1, 1), min_size=9, max_size=60)
 
 @given(ERRORS, st.sampled_from([0.5, 0.8, 0.9]))
 def test_the_interval_holds_its_share_of_the_past(errors, coverage):
-    """At least the stated coverage of the errors that it is made of; no more of them than it needs."""
+    """An interval covers at least its stated share of the past errors, with as few errors as possible."""
     width = conformal(errors, coverage).log_half_width
     assert sum(abs(error) <= width for error in errors) >= coverage * (len(errors) + 1) - 1e-9
     assert sum(abs(error) < width for error in errors) < coverage * (len(errors) + 1)
@@ -57,7 +57,7 @@ def test_too_little_bears_out_nothing(errors, coverage, message):
 
 
 def test_kinds_of_hardware_without_measurements_have_no_interval(tmp_path, monkeypatch):
-    """A kind that the data file does not name is None; a kind that it names is read."""
+    """A kind of hardware outside of the data file has no interval, and a known kind is read."""
     monkeypatch.setattr(constants, "DATA", tmp_path)
     assert step_time_uncertainty("gpu") is None
     (tmp_path / "runtime").mkdir()
@@ -71,7 +71,7 @@ def test_kinds_of_hardware_without_measurements_have_no_interval(tmp_path, monke
 
 
 def test_kinds_are_kept_beside_each_other(tmp_path, monkeypatch):
-    """Writing one kind leaves the others, and replaces what was there of its own."""
+    """Writing the interval of one kind keeps the other kinds, and replaces the old interval."""
     monkeypatch.setattr(constants, "DATA", tmp_path)
     (tmp_path / "runtime").mkdir()
     keep_step_time_uncertainty("gpu", Uncertainty(0.2, 0.9), "a test", "2026-11-20")

@@ -40,7 +40,7 @@ def test_a_point_priced_again_takes_what_was_measured():
 
 
 def test_cycled_calls_take_operands_of_their_own_with_the_same_strides():
-    """A transposed operand stays transposed; the given one is not among them."""
+    """Cycled operands are copies with equal strides, such as transposed operands, and never the given operand."""
     seen = []
     x = torch.randn(64, 128).t()
     run = cycled(lambda operand: seen.append(operand) or operand + 1, x)

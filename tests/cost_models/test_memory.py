@@ -15,7 +15,7 @@ from cost_models.units import KIB, MIB
 
 
 def test_workspaces_are_those_of_the_architecture():
-    """8 MiB and 128 KiB on Ampere, 32 MiB on Hopper, for each of two threads."""
+    """Workspaces are 8 MiB and 128 KiB on Ampere and 32 MiB on Hopper, for each of two threads."""
     assert workspace_bytes("ampere") == 2 * (8 * MIB + 128 * KIB)
     assert workspace_bytes("hopper", handles=1) == 32 * MIB
     with pytest.raises(UnknownHardwareError, match=r"'maxwell'.*hopper"):
@@ -30,7 +30,7 @@ def test_communicators_hold_a_buffer_of_each_protocol():
 
 
 def test_room_is_what_a_device_has_less_what_lies_beside() -> None:
-    """An H100 keeps 3.1 GiB back on three axes, and a fifteenth for fragmentation; a CPU has what its file says."""
+    """An H100 reserves 3.1 GiB on three axes, and a fifteenth for fragmentation; a CPU reserves its file's value."""
     h100, cpu = device("h100_sxm"), device("cpu_laptop")
     beside = context_bytes() + communicator_bytes(6) + workspace_bytes("hopper")
     assert room_bytes(h100, 3) == int((h100.memory_bytes - beside) / 1.07)

@@ -40,7 +40,7 @@ def indices(*shape: int) -> TensorInfo:
     ],
 )
 def test_products_count_two_flops_per_multiply_add(name, inputs, output, flops):
-    """And the bytes of operands and results."""
+    """Products count two FLOPs per multiply-add, and the bytes of operands and results."""
     found = work(name, inputs, [output])
     assert found.flops == flops == sum(shape.flops for shape in found.products)
     assert found.bytes_read == 2 * sum(prod(each.shape) for each in inputs)
@@ -80,7 +80,7 @@ def test_transposed_convolution_counts_input_pixels():
 
 @pytest.mark.parametrize("mask", [(True, True, False), (False, True, True)])
 def test_convolution_backward_counts_the_gradients_asked_for(mask):
-    """One product the size of the forward for each of grad_input, grad_weight."""
+    """Convolution backwards count one product of the forward's size for each of grad_input and grad_weight."""
     x, weight, grad = tensor(2, 8, 7, 7), tensor(6, 8, 3, 3), tensor(2, 6, 5, 5)
     rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask)
     found = work("aten.convolution_backward.default", [grad, x, weight], [x, weight], (None, None, None, *rest))
@@ -113,7 +113,7 @@ def test_causal_attention_of_pieces_is_that_of_the_last_rank():
 
 
 def test_packed_attention_counts_equally_long_sequences():
-    """Three sequences of 10 queries and 20 keys among them: 4 and 7 each, rounded up; half where causal."""
+    """Packed attention counts sequences of equal rounded-up lengths, and half for causal attention."""
     q, k, starts = tensor(10, 4, 8), tensor(20, 2, 8), tensor(4)
     full = 4 * 3 * 4 * 4 * 7 * 8
     forward, backward = [q, k, k, starts, starts], [q, q, k, k, q, tensor(4, 10), starts, starts]
@@ -167,7 +167,7 @@ def test_a_call_without_tensors_is_free():
     ["mylib.fused_matmul.default", "xformers.efficient_attention.default", "aten.conv_depthwise3d.default"],
 )
 def test_an_unknown_contraction_raises(name):
-    """It is never priced as if it were pointwise; the message says how to add it."""
+    """An unknown contraction raises an error with the way to add a formula, and is never priced as pointwise."""
     with pytest.raises(UnknownOperatorError, match=rf"'{name}'.*operator_cost"):
         work(name, [tensor(2, 2)], [tensor(2, 2)])
 
@@ -187,7 +187,7 @@ def test_sparse_products_are_refused():
 
 
 def rule_names() -> list[str]:
-    """Operators with a sharding rule, by the names that the cost models know them by."""
+    """Return operators with a sharding rule, by their names in the cost models."""
     return [str(operator) for operator in registry._rules]
 
 
@@ -195,7 +195,7 @@ UNPRICED: dict[str, str] = {}  # operator with a sharding rule: why it has no pr
 
 
 def test_every_operator_with_a_sharding_rule_can_be_priced():
-    """No model is unplannable for want of a formula: an operator has one, or is bound by its bytes."""
+    """Every operator with a sharding rule has a formula, or is bound by its bytes."""
     refused = {name for name in rule_names() if seems_to_contract(name)}
     assert refused == set(UNPRICED)
     assert len(rule_names()) > 400
@@ -245,14 +245,14 @@ def test_further_products(name, shapes, arguments, flops):
 
 
 def test_complex_products_are_four_real_ones():
-    """In the dtype of the parts."""
+    """A complex product counts four real products in the dtype of its parts."""
     z = TensorInfo((4, 4), 8, "c64")
     found = work("aten.mm.default", [z, z], [z])
     assert (found.flops, found.dtype, len(found.products)) == (4 * 2 * 4**3, "f32", 4)
 
 
 def test_selection_reads_once_per_byte_of_the_key():
-    """Radix select: bf16 keys take two passes and one that gathers."""
+    """Radix selection reads bf16 keys in two passes, and gathers in one further pass."""
     assert work("aten.topk.default", [tensor(1000)], [tensor(5), indices(5)]).bytes_read == 3 * 2000
 
 
@@ -263,7 +263,7 @@ def test_a_search_misses_the_cache_a_few_times_per_value():
 
 
 def test_a_collective_raises():
-    """It has a model of its own."""
+    """Collectives raise an error, because they have a model of their own."""
     with pytest.raises(UnknownOperatorError, match="collectives"):
         work("_c10d_functional.all_reduce.default", [tensor(2)], [tensor(2)])
 
@@ -289,14 +289,14 @@ def test_grouped_products_count_each_row_once(left, right, result, flops):
 
 
 def test_the_backward_of_a_grouped_product_is_two_products():
-    """One for each gradient."""
+    """The backward of a grouped product counts two products, one for each gradient."""
     x, weight, grad = tensor(8, 4), tensor(2, 4, 6), tensor(8, 6)
     found = work("transformers.grouped_mm_fallback_backward.default", [x, weight, indices(2), grad], [x, weight])
     assert found.flops == 2 * (2 * 8 * 4 * 6)
 
 
 def test_a_real_transform_is_half_a_complex_one():
-    """5 N log2 N for the complex one."""
+    """A real transform counts half the 5 N log2 N of a complex transform."""
     real, complex_ = TensorInfo((3, 16), 4, "f32"), TensorInfo((3, 16), 8, "c64")
     found = work("aten._fft_c2c.default", [complex_], [complex_], (None, [1], 0, True))
     assert found.flops == 3 * 5 * 16 * 4

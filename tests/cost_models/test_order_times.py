@@ -47,7 +47,7 @@ def pipelines(draw):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_steady_state_is_run_once(schedule):
-    """Stages as a model has them, alike but for its ends: 80 micro-batches take what the whole order takes."""
+    """Eighty micro-batches on stages with uneven ends take the time of the whole order, by a repeated steady state."""
     virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     stages = [StageTimes(1.0, 1.25, 0.75, 0.1)] * (4 * virtual)
     stages[0], stages[-1] = stages[0]._replace(forward_s=1.05), stages[0]._replace(forward_s=1.5)
@@ -61,7 +61,7 @@ def test_a_steady_state_is_run_once(schedule):
 
 @given(pipelines())
 def test_a_step_is_no_shorter_than_the_work_of_its_fullest_rank(pipeline):
-    """And no longer than all work one after the other."""
+    """A step takes at least its fullest rank's work, and at most all work in sequence."""
     schedule, stages, micro_batches, virtual = pipeline
     work = [micro_batches * (stage.forward_s + stage.backward_s) for stage in stages]
     owners = stage_ranks(schedule, len(stages) // virtual, virtual)
@@ -89,7 +89,7 @@ def orders(draw):
 
 
 def longest_path(shape, owners, times, transfers, clips_norm):
-    """The step as the longest path through actions and transfers, each link's in the order in which they are made."""
+    """Return the step as the longest path through actions and transfers, with each link's transfers in order."""
     graph, makers = networkx.DiGraph(), {}
     begun, reads = set(), defaultdict(list)
     for item in transfers:
@@ -138,7 +138,7 @@ def _order_times(shape, owners, times, transfers, clips_norm):
 
 @given(orders())
 def test_the_step_is_the_longest_path(drawn):
-    """Whatever values stages make for each other."""
+    """The step is the longest path, for any edges between stages."""
     assert _order_times(*drawn)[0].total_s == pytest.approx(longest_path(*drawn))
 
 
@@ -181,7 +181,7 @@ def test_slower_parts_never_shorten_the_step(drawn, data):
 
 
 def bubble(schedule, stage, ranks, micro_batches, virtual=1):
-    """Seconds in which a rank of equal stages does not work."""
+    """Return the seconds in which a rank of equal stages is idle."""
     total_s = schedule_time(schedule, (stage,) * (ranks * virtual), micro_batches, virtual, overlap_sends=True)
     return total_s - micro_batches * virtual * (stage.forward_s + stage.backward_s)
 
@@ -198,7 +198,7 @@ def test_the_bubble_of_one_stage_a_rank(schedule, ranks, micro_batches, forward,
     st.sampled_from(["Interleaved1F1B", "LoopedBFS"]), st.integers(1, 6), st.integers(1, 4), st.integers(2, 4), EIGHTHS
 )
 def test_interleaving_divides_the_bubble(schedule, ranks, rounds, virtual, forward):
-    """A bubble of p - 1 stages' forwards and backwards, each a part of a rank's (Narayanan et al. 2021, 2.2)."""
+    """The bubble has p - 1 stages' forwards and backwards, divided by virtual stages (Narayanan et al. 2021, 2.2)."""
     stage = StageTimes(forward, forward, forward + 0.25)
     found = bubble(schedule, stage, ranks, ranks * rounds, virtual)
     assert found == pytest.approx((ranks - 1) * (stage.forward_s + stage.backward_s))
@@ -213,7 +213,7 @@ def test_zero_bubble_h1(ranks, rounds, extra):
 
 @given(st.sampled_from(["ZBVZeroBubble", "DualPipeV"]), st.integers(1, 6), st.integers(0, 6))
 def test_the_limit_of_zero_bubble(schedule, ranks, more):
-    """The ramp is all that is left where F = I = W: rank r starts r forwards late (Qi et al. 2023, section 6)."""
+    """With F = I = W only the ramp is left: rank r starts r forwards late (Qi et al. 2023, section 6)."""
     found = bubble(schedule, StageTimes(0.5, 0.5, 0.5), ranks, 2 * ranks + more, 2)
     assert found == pytest.approx((ranks - 1) * 0.5)
 
@@ -228,7 +228,7 @@ def test_sends_expose_two_transfers_per_micro_batch():
 
 
 def test_waiting_for_a_transfer_is_no_bubble():
-    """Two stages, one micro-batch: each rank waits for one transfer, and for the other's work and transfers besides."""
+    """Each of two ranks with one micro-batch waits for one transfer, which counts as waiting and not as bubble."""
     none, sent = np.zeros(2), dict.fromkeys(neighbours(2), 0.25)
     actions_s = np.array([StageTimes(1, 1, 1).actions_s] * 2)
     times, _ = order_times(order_rows("GPipe", 2, 1), (0, 1), actions_s, sent, once_s=none, update_s=none)

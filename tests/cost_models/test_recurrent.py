@@ -39,7 +39,7 @@ def test_backward_takes_twice_the_products():
 
 
 def test_a_fused_cell_is_pointwise():
-    """Its products are outside it."""
+    """A fused cell counts as pointwise, because its products are separate."""
     gates = [tensor(4, 64), tensor(4, 64), tensor(4, 16)]
     assert work("aten._thnn_fused_lstm_cell.default", gates, [tensor(4, 16), tensor(4, 16)]).products == ()
 
@@ -73,7 +73,7 @@ def recurrent(name: str, gates: int, steps: int, batch: int = 8, hidden: int = 1
 
 @pytest.mark.parametrize(("name", "gates"), [("lstm", 4), ("gru", 3), ("rnn", 1)])
 def test_semantic_layers_multiply_the_state_at_each_step(name: str, gates: int):
-    """The product with the input's weights is outside; backward, a product of each step and one for the weights."""
+    """A semantic layer multiplies the state at each step; its backward adds a product per step and one for weights."""
     forward, backward = recurrent(name, gates, 10)
     assert forward.flops == 2 * 10 * 8 * gates * 16 * 16
     assert backward.flops == 2 * forward.flops
@@ -82,7 +82,7 @@ def test_semantic_layers_multiply_the_state_at_each_step(name: str, gates: int):
 
 
 def test_a_projection_is_one_more_product():
-    """16 hidden values are projected to 4, which are fed back."""
+    """A projection of 16 hidden values to 4, which are fed back, counts one more product."""
     forward, backward = recurrent("lstm", 4, 10, fed_back=4)
     assert forward.flops == 2 * 10 * 8 * (64 * 4 + 4 * 16)
     assert backward.flops == 2 * forward.flops

@@ -1,4 +1,4 @@
-"""Attention as a ring: work of the rank with most of it, what ranks pass on, and what is hidden beside computation."""
+"""Attention on a ring counts the busiest rank's work, the messages, and the hidden time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def name_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_all_wait_for_the_rank_with_most_work(name: str) -> None:
-    """The last one sees all keys but half of its own; in pairs each rank sees half of them."""
+    """The last rank sees all keys but half of its own; with paired blocks each rank sees half of all keys."""
     whole = AttentionShape(BATCH * HEADS, PIECE, RANKS * PIECE, DEPTH, DEPTH, False, name.endswith("backward")).flops
 
     def flops(is_causal: bool, is_paired: bool) -> float:
@@ -66,7 +66,7 @@ def test_pieces_go_round() -> None:
 
 
 def test_what_is_sent_beside_computation_is_not_waited_for() -> None:
-    """Only what takes longer is, and where a cluster computes nothing meanwhile, all."""
+    """Messages beyond the computation are waited for, and all messages without computation beside them."""
     links = GroupLinks(4, 4, 1, Link(1e9, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0), None)
     hop, rest = Exchanged(1e9, True, beside=0.25), Exchanged(1e9, True)
     hidden = Overlap(slowdown=0.0)

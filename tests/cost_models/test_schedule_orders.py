@@ -23,7 +23,7 @@ F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 
 
 class RecordingStage:
-    """The part of a pipeline stage that torch's schedules touch; it records their calls."""
+    """The attributes of a pipeline stage that torch's schedules use; calls are recorded."""
 
     is_first = False
     is_last = False
@@ -58,7 +58,7 @@ def torch_orders(schedule, ranks, micro_batches, virtual_stages):
 
 
 def _ran_by_torch(schedule, rank, ranks, micro_batches):
-    """The classes with one stage a rank decide as they run (1F1B's printed order is off by one on the last rank)."""
+    """Run torch's classes with one stage per rank; the printed order of 1F1B is off by one on the last rank."""
     stage = RecordingStage(rank, rank, ranks, ranks)
     running = torch_schedules.get_schedule_class(schedule)(stage, micro_batches)
     running._initialize_stage = lambda *_, **__: None
@@ -84,7 +84,7 @@ def shapes(draw):
 
 @given(shapes())
 def test_the_order_of_each_rank_is_torchs(shape):
-    """Same actions, stages, micro-batches and overlapped pairs, in the same order."""
+    """Each rank's actions, stages, micro-batches and overlapped pairs equal torch's, in order."""
     assert admits(*shape)
     ours = [
         [tuple((a.stage, a.kind.letter, a.micro_batch) for a in slot) for slot in order]
@@ -95,13 +95,13 @@ def test_the_order_of_each_rank_is_torchs(shape):
 
 @given(shapes())
 def test_what_is_in_flight_is_counted_in_the_order(shape):
-    """A shorter step has as much where its steady state repeats itself."""
+    """A shorter step with a repeating steady state has the same values in flight."""
     assert most_in_flight(*shape) == tuple(peak_in_flight(order) for order in rank_orders(*shape))
 
 
 @given(shapes())
 def test_every_stage_runs_every_micro_batch_once(shape):
-    """One forward, and one backward or both of its halves, on the stage's rank, and in an order that can run."""
+    """Every micro-batch has one forward, and a backward or both halves, on the stage's rank in a possible order."""
     schedule, ranks, micro_batches, virtual_stages = shape
     owners = stage_ranks(schedule, ranks, virtual_stages)
     seen: list[Action] = []
@@ -118,7 +118,7 @@ def test_every_stage_runs_every_micro_batch_once(shape):
 
 
 def _can_run(orders, stages):
-    """Whether the ranks, each in its order, never wait for each other in a circle."""
+    """Whether the ranks, each in its order, finish without a circle of waits."""
     done, places, moved = set(), [0] * len(orders), True
     while moved:
         moved = False
@@ -141,7 +141,7 @@ def _ready(action, done, stages):
 
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_one_forward_one_backward_holds_at_most_one_micro_batch_per_later_stage(ranks, micro_batches):
-    """1F1B holds min(m, p - rank) micro-batches, GPipe all of them."""
+    """1F1B holds min(m, p - rank) micro-batches, and GPipe holds all micro-batches."""
     held = [peak_in_flight(order) for order in rank_orders("1F1B", ranks, micro_batches)]
     assert held == [min(micro_batches, ranks - rank) for rank in range(ranks)]
     assert {peak_in_flight(order) for order in rank_orders("GPipe", ranks, micro_batches)} == {micro_batches}
@@ -149,7 +149,7 @@ def test_one_forward_one_backward_holds_at_most_one_micro_batch_per_later_stage(
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
 def test_interleaving_holds_more(ranks, rounds, virtual_stages):
-    """(v - 1) p + 2 (p - 1 - rank) + 1 stages' worth, capped by all: the warm-up and one more (Narayanan et al.)."""
+    """Interleaving holds (v - 1) p + 2 (p - 1 - rank) + 1 stages' values, at most all (Narayanan et al.)."""
     micro_batches = ranks * rounds
     for rank, order in enumerate(rank_orders("Interleaved1F1B", ranks, micro_batches, virtual_stages)):
         expected = (virtual_stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1
@@ -177,7 +177,7 @@ def test_what_a_schedule_does_not_admit_is_refused(shape, message):
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 9), (3, 4)])
 def test_torch_refuses_the_same_rounds(ranks, micro_batches):
-    """Micro-batches that do not make equal rounds: 9 on 4 ranks; 4 on 3 are one round."""
+    """Micro-batches of unequal rounds are refused: 9 on 4 ranks; 4 on 3 ranks are one round."""
     try:
         torch_orders("Interleaved1F1B", ranks, micro_batches, 2)
     except ValueError:

@@ -17,7 +17,7 @@ SECONDS = st.floats(0, 1e3)
 
 @given(SECONDS, SECONDS)
 def test_side_by_side_lies_between_the_longer_and_the_sum(compute_s: float, sent_s: float) -> None:
-    """Overlap hides some communication and never makes things faster than the longer of both."""
+    """Overlapped computation and communication take between the longer time and the sum."""
     assert max(compute_s, sent_s) <= beside(compute_s, sent_s) <= compute_s + sent_s + 1e-9
 
 

@@ -1,4 +1,4 @@
-"""tests cost_models/streams.py: an independent longest path, bounds, and the cases that one can do by hand."""
+"""Streams take the longest path, respect bounds, and equal cases computed by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FREE = Overlap(prefetch=1, slowdown=0.0)
 
 @st.composite
 def segments(draw):
-    """A segment of computations and communications on two streams, some of them early, some of them deferred."""
+    """Draw a segment of computations and communications on two streams, some early, some deferred."""
     ops: list[Op] = []
     for index in range(draw(st.integers(0, 7))):
         stream = draw(st.sampled_from([COMPUTE, COMPUTE, "fabric", "network"]))
@@ -92,7 +92,7 @@ def last_compute(segment, op):
 
 @given(steps(), st.integers(0, 3))
 def test_the_step_is_the_longest_path(step, prefetch):
-    """In-order streams and dependencies make a graph if nothing slows; merged computation keeps its path."""
+    """Without slowdown the step is the longest path through streams and dependencies, also with merged computation."""
     times = simulate_streams(step, Overlap(prefetch, 0.0))
     assert times.total_s == pytest.approx(longest_path(step, prefetch))
 
@@ -125,13 +125,13 @@ def test_without_overlap_the_step_is_the_sum(step):
 
 
 def covered_s(start_s, end_s, cover):
-    """Seconds of an interval that intervals which do not overlap among themselves cover."""
+    """Return the seconds of an interval that disjoint intervals cover."""
     return sum(max(0.0, min(end_s, last) - max(start_s, first)) for first, last in cover)
 
 
 @given(steps(), st.integers(0, 2), st.sampled_from([0.0, 0.5]))
 def test_the_recorded_step_is_the_same(step, prefetch, slowdown):
-    """With every operation apart, for the trace; its spans lie on their streams in order and last as long as asked."""
+    """The recorded step has every operation apart, its spans in order on their streams, and equal total time."""
     overlap = Overlap(prefetch, slowdown)
     plain, recorded = simulate_streams(step, overlap), simulate_streams(step, overlap, record=True)
     assert recorded.total_s == pytest.approx(plain.total_s)
@@ -159,7 +159,7 @@ def test_faster_parts_never_slow_the_step(step, prefetch, data):
 
 @given(steps(), st.integers(0, 2), st.sampled_from([None, 0.0]), st.sampled_from([0.125, 1.0]))
 def test_the_host_holds_the_device_up(step, prefetch, slowdown, dispatch):
-    """Neither faster than the host issues, nor slower than host and device one after the other; chains are exact."""
+    """A step is at least as long as the host's issue time, and at most host plus device; chains are exact."""
     overlap = None if slowdown is None else Overlap(prefetch, slowdown)
     free = simulate_streams(step, overlap)
     times = simulate_streams(step, overlap, dispatch_s=dispatch)
@@ -182,7 +182,7 @@ def issued_time(kernels_s, dispatch_s):
 
 @given(st.lists(EIGHTHS, max_size=12), st.sampled_from([0.25, 1.0]))
 def test_computation_alone_takes_its_issued_time(kernels, dispatch):
-    """A kernel ends once it was issued and the kernel before it has ended, however long kernels are."""
+    """A kernel ends after its issue and the previous kernel's end, for any length of kernels."""
     step = [Segment("block", tuple(product("mm", seconds) for seconds in kernels))]
     assert simulate_streams(step, dispatch_s=dispatch).total_s == pytest.approx(issued_time(kernels, dispatch))
 
@@ -193,14 +193,14 @@ def product(name, seconds, *needs):
 
 
 def test_a_gather_hides_behind_the_block_before():
-    """FSDP: the first gather is exposed; of the others, what the block before does not cover."""
+    """With FSDP the first gather is exposed, and later gathers are exposed beyond the previous block."""
     block = Segment("block", (Op("gather", "data", 3.0, "network", early=True), product("mm", 2.0, 0)))
     times = simulate_streams([block] * 4, FREE)
     assert (times.total_s, times.exposed_s, times.overlapped_s) == (14.0, {"data": 6.0}, {"data": 6.0})
 
 
 def test_a_gather_over_two_axes_runs_one_after_the_other():
-    """Early or not, the second stream waits for the first; what each exposes is its own."""
+    """Gathers over two axes run in sequence, early or not, and each axis exposes its own time."""
     ops = (
         Op("over data", "data", 2.0, "network", early=True),
         Op("over model", "model", 1.0, "fabric", (0,), early=True),
@@ -213,7 +213,7 @@ def test_a_gather_over_two_axes_runs_one_after_the_other():
 
 
 def test_a_blocking_all_reduce_is_exposed():
-    """Tensor parallelism: what the next product needs is waited for."""
+    """An all-reduce of tensor parallelism is exposed, because the next product needs its result."""
     block = Segment("block", (product("up", 1), Op("all-reduce", "model", 2, "fabric", (0,)), product("down", 1, 1)))
     assert simulate_streams([block] * 3, FREE).exposed_s == {"model": 6.0}
 
@@ -227,7 +227,7 @@ def test_a_reduction_that_nobody_waits_for_is_exposed_at_the_end_only():
 
 
 def test_communication_slows_computation():
-    """While it runs: 3 s of communication take 1.5 s of the 2 s computation at half as long again, the rest at full."""
+    """Communication slows computation by half: 1.5 s finish 1 s of work, and the rest runs at full speed."""
     block = Segment("block", (product("a", 1.0), Op("reduce", "data", 1.5, "network", (0,)), product("b", 2.0)))
     times = simulate_streams([block], Overlap(0, 0.5))
     assert times.slowdown_s == pytest.approx(0.5)

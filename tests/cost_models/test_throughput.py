@@ -16,7 +16,7 @@ POINTS = st.lists(
 
 @given(POINTS, st.floats(1, 1e11), st.floats(1, 1e11))
 def test_more_bytes_take_no_less_time(points, left, right):
-    """Whatever was measured, noise included."""
+    """More bytes take at least as long, for any measurements."""
     curve = curve_of(points)
     low, high = sorted((left, right))
     assert time_on(curve, low) <= time_on(curve, high) * (1 + 1e-9)
@@ -24,7 +24,7 @@ def test_more_bytes_take_no_less_time(points, left, right):
 
 @given(POINTS)
 def test_a_curve_gives_back_what_it_is_made_of(points):
-    """Times that grow with size are met; a time below that of a smaller size is raised to it."""
+    """A curve meets times that grow with size, and raises a time below a smaller size's time."""
     longest = 0.0
     for size, seconds in sorted(points):
         longest = max(longest, seconds)

@@ -36,7 +36,7 @@ def groups_along(mesh: dict[str, int], axis: str) -> list[list[int]]:
 
 
 def is_even(groups: list[list[int]], unit: int) -> bool:
-    """Whether all groups have the same number of members in every unit of ranks that they touch."""
+    """Whether all groups have equally many members in each of their units of ranks."""
     counts = [Counter(rank // unit for rank in group) for group in groups]
     return len({(len(count), tuple(sorted(set(count.values())))) for count in counts}) == 1 and all(
         len(set(count.values())) == 1 for count in counts
@@ -44,7 +44,7 @@ def is_even(groups: list[list[int]], unit: int) -> bool:
 
 
 def slowest_ring(links) -> float:
-    """Return the bandwidth of a ring by `GroupLinks`: each level with the members' shares of it."""
+    """Return the bandwidth of a ring by `GroupLinks`: each level with the members' shares of the level."""
     inside = [links.intra.reached_bytes_per_s] if links.intra else []
     outside = [links.per_node * links.inter.reached_bytes_per_s] if links.inter else []
     spine = [links.size / links.pods * links.spine.reached_bytes_per_s] if links.spine else []
@@ -60,9 +60,9 @@ def test_devices_are_on_the_switch_of_their_own_node():
 
 @given(MESHES, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.sampled_from([(0, 1.0), (2, 2.0), (4, 3.0)]))
 def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices_per_nic, pods):
-    """The closed form and the graph agree for any axis of any mesh, cards shared and spines oversubscribed.
+    """The closed form equals the routed bandwidth for any axis of any mesh, with shared cards and slow spines.
 
-    For groups with uneven shares of pods, the closed form is the slower reading.
+    For groups with uneven shares of pods, the closed form takes the slower value.
     """
     assume(prod(sizes) % per_node == 0)
     nodes = prod(sizes) // per_node
@@ -89,14 +89,14 @@ def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices
 
 
 def test_an_axis_of_stride_eight_crosses_nodes():
-    """data over nodes of eight, one member in each; the tensor axis stays inside."""
+    """A data axis over nodes of eight has one member in each node, and the tensor axis stays inside nodes."""
     links = axis_links(cluster(16, 8), {"data": 16, "model": 8})
     assert (links["data"].per_node, links["data"].nodes) == (1, 16)
     assert (links["model"].per_node, links["model"].nodes) == (8, 1)
 
 
 def test_a_lone_device_has_the_whole_card():
-    """Two devices share a card of 400 Gbit/s; one that is alone on its node has all of it."""
+    """Two devices share a card of 400 Gbit/s, and a device alone on its node has the whole card."""
     kind = node_type("h100_sxm").with_network(bytes_per_s_per_device=25e9, devices_per_nic=2)
     pairs = Cluster(kind, 2, 2, ALONE).group_links({"a": 2, "b": 2}, ("a",))
     alone = Cluster(kind, 2, 1, ALONE).group_links({"a": 2}, ("a",))
@@ -104,7 +104,7 @@ def test_a_lone_device_has_the_whole_card():
 
 
 def test_a_contiguous_ring_barely_feels_an_oversubscribed_spine():
-    """Four nodes below a leaf: a ring leaves the pod once, so 4:1 costs it nothing; an all-to-all feels all of it."""
+    """A ring over four nodes of a leaf leaves the pod once, so only an all-to-all feels an oversubscribed spine."""
     full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
     links, narrowed = (machine.group_links({"a": 64}, ("a",)) for machine in (full, narrow))
     assert narrowed.pods == 2
@@ -113,7 +113,7 @@ def test_a_contiguous_ring_barely_feels_an_oversubscribed_spine():
 
 
 def test_a_ring_across_pods_feels_the_spine():
-    """Two members, one in each pod."""
+    """A ring of two members in two pods feels the spine."""
     full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
     links, narrowed = (machine.group_links({"a": 2, "b": 32}, ("a",)) for machine in (full, narrow))
     assert all_gather_time(1e9, narrowed) > 3 * all_gather_time(1e9, links)
@@ -121,7 +121,7 @@ def test_a_ring_across_pods_feels_the_spine():
 
 @given(st.sampled_from(["inter", "intra"]), st.floats(1, 10), st.sampled_from([8, 16, 32]), st.floats(1, 1e10))
 def test_adding_a_faster_link_never_slows(level, factor, size, message):
-    """Neither in the node nor between nodes, for an axis across both."""
+    """A faster link, in the node or between nodes, never slows an axis across both."""
     kind = node_type("h100_sxm")
     faster = dataclasses.replace(kind, **{level: getattr(kind, level).scaled(factor)})
     times = [
@@ -132,7 +132,7 @@ def test_adding_a_faster_link_never_slows(level, factor, size, message):
 
 
 def test_a_hybrid_cube_mesh_has_six_links_a_device():
-    """DGX-1: all eight reach the full bandwidth, a quad two thirds of it, devices 0 and 5 nothing."""
+    """In DGX-1 all eight devices reach full bandwidth, a quad two thirds, and devices 0 and 5 none."""
     links = direct_links(NodeWiring.HYBRID_CUBE_MESH, 8)
     for device in range(8):
         assert sum(share for pair, share in links.items() if device in pair) == pytest.approx(1)
@@ -175,7 +175,7 @@ def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
 
 
 def test_bridged_pairs_fall_back_to_the_bus():
-    """Two cards with a bridge between them have it; four go over PCIe."""
+    """Two bridged cards use their bridge, and four cards fall back to PCIe."""
     machine = Cluster("a100_pcie_80gb")
     pair, four = (machine.group_links({"a": 8 // size, "b": size}, ("b",)).intra for size in (2, 4))
     assert pair.bandwidth_bytes_per_s == 300e9
@@ -199,7 +199,7 @@ def test_graph_of_a_mesh_has_direct_links():
 
 
 def test_networks_are_checked():
-    """Ratios below one and speeds of nothing are refused."""
+    """Ratios below one and zero speeds are refused."""
     kind = node_type("h100_sxm")
     with pytest.raises(TopologyError, match=r"oversubscription=0\.5"):
         kind.with_network(oversubscription=0.5)
@@ -208,7 +208,7 @@ def test_networks_are_checked():
 
 
 def test_a_ring_between_racks_uses_eight_cards():
-    """Two NVL72 racks: of 72 cards, a ring's bytes cross eight; an all-to-all uses all of them."""
+    """A ring between two NVL72 racks uses eight of 72 cards, and an all-to-all uses all cards."""
     rack = Cluster("gb200_nvl72", nodes=2)
     links = rack.group_links({"a": 144}, ("a",))
     assert (links.per_node, links.used_cards) == (72, 8)

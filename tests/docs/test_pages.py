@@ -104,3 +104,11 @@ def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
     missing = [_name(page) for page in PAGES[1:] if str(page.relative_to(ROOT / "docs")) not in menu]
     assert not missing
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Docstrings and messages name pages as `docs/reference/plans.md`."""
+    sources = [path for folder in ("autoshard", "passes", "cost_models") for path in (ROOT / folder).rglob("*.py")]
+    named = {page for path in sources for page in re.findall(r"\bdocs/[\w/]+\.md", path.read_text())}
+    assert named
+    assert not [page for page in named if not (ROOT / page).exists()]

@@ -1,4 +1,4 @@
-"""Properties of a drawn program under drawn plans: it computes what one device does. Each counts the pairs."""
+"""Properties of drawn programs under drawn plans, each of which counts its pairs of program and plan."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
 
 
 def _has_parts(program: DrawnProgram) -> bool:
-    """Whether a program may be trained in micro-batches: no block of it mixes samples."""
+    """Whether the batch may be cut into micro-batches: no block mixes samples."""
     return program.whole_step is not None and program.whole_step.micro_batches > 1
 
 
@@ -104,7 +104,7 @@ def _admitted(ranks: int, micro_batches: int) -> list[tuple[str, int]]:
 
 
 def runs_in_bf16(program: DrawnProgram) -> bool:
-    """Whether one device can: a float32 buffer widens what it is added to, and some operators want one type."""
+    """Whether one device runs the program in bfloat16; float32 buffers widen sums, some operators want equal types."""
     try:
         run_in_precision(program.model, torch.bfloat16, *program.inputs)
     except (RuntimeError, ValueError) as error:
@@ -115,7 +115,7 @@ def runs_in_bf16(program: DrawnProgram) -> bool:
 def _some_plans(
     data: st.DataObject, program: DrawnProgram, mesh: Mesh, most: int, precision: str | None = None
 ) -> Iterator[Plan]:
-    """Up to so many plans of a program, which is traced for them once; a smallest failure has one."""
+    """Return up to a number of plans of one traced program; the smallest failing example has a single plan."""
     drawn = plans(program, mesh, precision=precision)
     for _ in range(data.draw(st.integers(1, most))):
         yield data.draw(drawn)

@@ -1,8 +1,8 @@
-"""Training steps on a CUDA device and in a world of ranks that are not there: fake tensors, a fake process group.
+"""Run training steps on a CUDA device that does not exist, with fake tensors and a fake process group.
 
-A build of torch without CUDA has no device guard for it, which autograd and some of torch's functions ask for. So calls
-are traced for "cpu:1", a device that torch tells apart from "cpu" as it does "cuda", and the programs then moved to
-"cuda:0"; and operators are called by name (`autoshard.graphs.direct_calls` reaches the same ones).
+A build of torch without CUDA has no device guard for CUDA. Autograd and some functions of torch need a guard. Calls are
+therefore traced for "cpu:1", a device that torch tells apart from "cpu". The programs are then moved to "cuda:0".
+Operators are called by name, so `autoshard.graphs.direct_calls` reaches the same operators.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 
 _READS = ("aten.item", "aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.nonzero", "aten.unique")
 _MOST_ON_THE_HOST = 64
-"""Elements of a tensor on the CPU that a step may make: hyper-parameters of a group, and what ranks tell each other."""
+"""Largest number of elements of a CPU tensor in a step: an optimizer's options, and messages between ranks."""
 
 _ASKED_BY_SEEDS = {seeds.__file__, generator_marks.__file__}
 """Files that read the state of torch's generator on the CPU, and move the generator on: 20 us a step."""
 
 
 class DeviceUse(TorchDispatchMode):
-    """Counts the operators that run, and keeps those that wait for a device, move between devices, or are the CPU's.
+    """Count the operators that run, and keep operators that wait for a device, move between devices or run on the CPU.
 
     Operators of autoshard's library run their implementation. A number that is read from a tensor on the CPU is 1.
     """
@@ -105,14 +105,14 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _described(name: str, *tensors: Tensor) -> str:
-    """An operator, what it was given, and which lines of ours asked for it."""
+    """Describe an operator, its arguments, and the lines of autoshard that called it."""
     frames = [line for line in traceback.extract_stack() if "/autoshard/" in line.filename]
     where = " < ".join(f"{line.filename.rpartition('/')[2]}:{line.lineno}" for line in frames[::-1][:5])
     return f"{name} on {', '.join(f'{item.device}{list(item.shape)}' for item in tensors)} at {where}"
 
 
 class OneOfMany:
-    """A `ControlGroup`, its channel and its vectors, whose other ranks say what this one says."""
+    """A `ControlGroup`, its channel and its vectors; all other ranks repeat the messages of this rank."""
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = 0.0) -> None:
         self.channel = self.vectors = self
@@ -147,16 +147,16 @@ class OneOfMany:
 
 
 class _Event:
-    """A `torch.Event`, which has happened."""
+    """A `torch.Event` that has already happened."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def record(self) -> None:
-        """It has happened."""
+        """Do nothing; the event has already happened."""
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Return at once; the event has already happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class FakeWorld:
         return step
 
     def on_cuda(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A fake tensor on CUDA of the shape and type of another."""
+        """Return a fake tensor on CUDA with the shape and type of the given tensor."""
         meta = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
         return FakeTensor(self.fakes, meta, CUDA)
 
@@ -246,7 +246,7 @@ class FakeWorld:
 
 @contextmanager
 def fake_world(sizes: Mapping[str, int]) -> Iterator[FakeWorld]:
-    """A mesh of axes with these sizes, of which this process is rank 0."""
+    """Return a mesh with the given sizes of axes; this process is rank 0."""
     ranks = 1
     for size in sizes.values():
         ranks *= size

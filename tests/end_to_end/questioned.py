@@ -1,4 +1,4 @@
-"""Unlike models, clusters and meshes whose plans are asked questions, and plans of them."""
+"""Unlike models, clusters and meshes, and their plans, for tests that ask questions of plans."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ OTHERS: Mapping[str, Callable[[], Built]] = {
 
 @cache
 def built(name: str) -> Built:
-    """A model and its inputs, the same ones each time."""
+    """Return a model and its inputs; every call returns equal values."""
     return {**OWN, **OTHERS}[name]()
 
 
 def _slowed(times: float = 1e4) -> Cluster:
-    """Four H100s that are slower than they are by as much as our models are smaller."""
+    """Return a cluster of four H100s, slowed by the factor by which our models are smaller than real models."""
     node = node_type("h100_sxm")
     unit = node.device
     slow = replace(
@@ -99,7 +99,7 @@ MESHES: Mapping[str, Mesh] = {"square": Mesh({"data": 2, "model": 2}), "line": M
 
 @cache
 def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
-    """The fastest recipe, within a share of the memory that it takes."""
+    """Plan within the fastest recipe, with a given share of the memory that the recipe takes."""
     model, inputs = built(name)
     budget = None if share is None else int(share * plan_of_recipe(name, place).predicted.peak_memory_bytes)
     return autoshard.plan(
@@ -114,7 +114,7 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
 
 
 def price(name: str, cluster: PricedCluster, recipe: Recipe) -> Plan:
-    """Price a recipe that is stated, as a user would."""
+    """Price a recipe through the public call."""
     model, inputs = built(name)
     return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=PRICED, global_batch=8)
 

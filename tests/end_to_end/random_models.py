@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, Draws] = MappingProxyType(
 
 
 class Drawing(nn.Module):
-    """Gives, for each draw of a family, what becomes of its scaled input."""
+    """A module that applies a given random operator to its scaled input."""
 
     def __init__(self, draws: Draws, width: int) -> None:
         super().__init__()

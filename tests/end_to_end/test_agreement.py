@@ -1,4 +1,4 @@
-"""Ranks that would not run the same program all raise, and nobody waits for ever: with recomputation and bfloat16."""
+"""Ranks that would run different programs all raise, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INPUTS = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 
 
 def make_plans(folder: Path) -> None:
-    """A plan in bfloat16 that recomputes, one in it that does not, and one in float32."""
+    """Return three plans: bfloat16 with recomputation, bfloat16 without recomputation, and float32."""
     narrow = trace(small(), (), INPUTS, compute_dtype=torch.bfloat16)
     tight = most_recomputed_plan(narrow, PAIR)
     assert tight.recompute.nodes
@@ -60,7 +60,7 @@ def compile_with(folder: Path, *names: str, verify: bool = True) -> Any:
 
 
 def check_training(folder: Path) -> None:
-    """Ranks that recompute in bfloat16 by a plan compute the simulator's numbers by the same plan."""
+    """Ranks that recompute in bfloat16 compute the simulator's numbers under the same plan."""
     found = train(compile_with(folder, NAMES[0]), INPUTS)
     planner = Planner(fixed=autoshard.Plan.load(folder / NAMES[0]), precision="bf16")
     simulated = autoshard.ShardedModule(small(), SimulatorEngine(PAIR), planner)
@@ -74,13 +74,13 @@ def check_plans_in_other_precisions(folder: Path) -> None:
 
 
 def check_the_first_plan_is_everyones(folder: Path) -> None:
-    """Ranks that hold other plans of one program follow the first rank's, with what it recomputes."""
+    """Ranks with different plans of one program all follow the first rank's plan, including its recomputation."""
     sharded = compile_with(folder, NAMES[0], "bf16")
     assert sharded.plan.recompute.nodes == autoshard.Plan.load(folder / NAMES[0]).recompute.nodes
 
 
 def check_a_rank_that_cannot_lower(folder: Path) -> None:
-    """Its error reaches the other one, which could."""
+    """An error on the rank that cannot lower a program reaches the other rank."""
 
     def refuse(self: Lower, program: Any) -> Any:
         raise PlanMismatchError("not here")
@@ -106,7 +106,7 @@ def check_programs_that_differ(folder: Path) -> None:
 
 
 def check_collectives_in_another_order(folder: Path) -> None:
-    """One rank starts a collective ahead of another: proven on its own, it would leave the other rank waiting."""
+    """A rank that issues its collectives in another order is found, although its own program is proven."""
     right = lower_program.overlapped
 
     def reordered(phased: PhasedProgram, options: Any) -> PhasedProgram:
@@ -133,7 +133,7 @@ def with_lowering(lower: Callable[[Lower, Any], Any], run: Callable[[], Any]) ->
 
 
 def check_a_rank_that_never_comes() -> None:
-    """Who waits is told, after the time that is allowed."""
+    """A rank that waits for a missing rank raises after the time limit."""
     group = ControlGroup([0, 1], timeout_s=2)
     if dist.get_rank() == 0:
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Any legal plan of any drawn program computes what one device computes, gradients included."""
+"""Any legal plan of any drawn program computes the outputs and gradients of one device."""
 
 import torch
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from tests.end_to_end.drawn_pairs import any_pipeline, any_plan, any_plan_of_a_w
 
 @given(st.data())
 def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
-    """Not only the chosen plan: every strategy of every node, on any mesh."""
+    """Every legal strategy of every node, on any mesh, computes the numbers of one device."""
     any_plan(data)
 
 
@@ -40,7 +40,7 @@ def test_the_chosen_plan_equals_one_device(program: DrawnProgram, mesh: Mesh) ->
 @given(st.data())
 @settings(max_examples=4)
 def test_any_legal_plan_of_a_model_that_draws_equals_one_device(data: st.DataObject) -> None:
-    """Random numbers of each kind, in two steps; one device has the same seeds."""
+    """A plan of a model with random numbers draws the numbers of one device with the same seeds, in two steps."""
     mesh, writer = data.draw(meshes(max_ranks=4, max_axes=2)), SourceWriter(batch=4, length=3, width=6, rows=4)
     x = writer.input("x", "torch.randn(4, 3, 6)")
     writer.line(f"h = {x}")

@@ -1,4 +1,4 @@
-"""Autograd does with a compiled call the same as on one device: on the simulator, and on two processes."""
+"""Autograd treats a compiled call as a call on one device, on the simulator and on two processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runtime.processes import checked_once, named, report
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
-"""Parameters that lie in pieces, so that what ranks hold of them is not what users hold."""
+"""Constraints that split parameters, so that a rank's pieces differ from the user's whole parameters."""
 
 
 class Net(nn.Module):
@@ -50,7 +50,7 @@ class Penalised(nn.Module):
 
 
 class Detaching(nn.Module):
-    """Returns outputs that require grad among others that do not: a detached one, what it gives, and its input."""
+    """A module with outputs that require grad, and outputs that do not: a detached value, its child, and an input."""
 
     def __init__(self, with_loss: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tens
 
 
 def beside_one_device(use: Callable[[nn.Module], Any], make: Callable[[], nn.Module] = Net, **options: Any) -> None:
-    """`use` leaves the same gradients in a model and in it compiled, and returns the same."""
+    """Check that `use` returns equal values and leaves equal gradients in a plain and in a compiled model."""
     plain = make()
     sharded = compiled(make(), **options)
     expected, found = use(plain), use(sharded)
@@ -131,7 +131,7 @@ def check_backward_of_some() -> None:
 
 
 def check_accumulation() -> None:
-    """Gradients of several calls add up, to None as to zeros, and none is left over from before."""
+    """Gradients of several calls add up, onto None and onto zeros, and no old gradient is left over."""
 
     def use(model: nn.Module) -> None:
         for step in range(4):
@@ -245,7 +245,7 @@ def check_changed_inputs() -> None:
 
 
 def check_hooks() -> None:
-    """Hooks on parameters run once for each backward, whenever they were registered, until they are removed."""
+    """A hook on a parameter runs once for each backward until the hook is removed, whenever it was registered."""
     plain, model = Net(), Net()
     calls: dict[str, list[str]] = {"plain": [], "sharded": []}
 
@@ -303,7 +303,7 @@ def check_inference_first() -> None:
 
 
 def check_detached_outputs() -> None:
-    """An output that the model detaches requires no grad; other outputs do, also where one of them is a loss."""
+    """A detached output requires no grad; all other outputs require grad, also beside a detached loss."""
 
     def use(model: nn.Module) -> list[bool]:
         return [output.requires_grad for output in model(data())]
@@ -341,7 +341,7 @@ def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
 
 
 def test_more_than_gradients_of_gradients_is_refused_in_other_precisions() -> None:
-    """A gradient's gradient that is not available is refused by name where it is used; the gradient itself is right."""
+    """A second derivative in another precision is refused by name at its use; the first derivative is right."""
     sharded = compiled(Net(), precision="bf16")
     z = data().requires_grad_()
     (gradient,) = torch.autograd.grad(sharded(z)[0], z, create_graph=True)

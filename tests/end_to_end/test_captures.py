@@ -1,4 +1,4 @@
-"""Masks, counts and targets of unlike lengths, as models of sounds have them, on two Gloo processes."""
+"""Models of speech with masks, counts and targets of unlike lengths train on two Gloo processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runtime.processes import report, run_checks
 
 
 class Recognises(nn.Module):
-    """Masks places with a token, adds rows at others, and compares with targets that stand one behind the other."""
+    """A model that masks places with a token, adds rows at other places, and compares with concatenated targets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that are changed after they were compiled compute what they then compute on one device."""
+"""Models that are changed after `compile` compute the numbers of the changed model on one device."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def compiled(model: nn.Module) -> ShardedModule:
 
 
 def assert_alike(sharded: ShardedModule, model: nn.Module, *inputs: Any) -> None:
-    """Loss and gradients of both are equal."""
+    """Check that the loss and the gradients of both models are equal."""
     found = []
     for called in (sharded, model):
         called.zero_grad()
@@ -163,7 +163,7 @@ def test_a_change_is_noticed(name: str) -> None:
 
 
 def test_a_removed_hook_is_noticed() -> None:
-    """And the program from before the hook runs again: nothing is compiled."""
+    """After a hook is removed, the program from before the hook runs without a new compilation."""
     model = Settled()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -188,7 +188,7 @@ def test_a_class_that_is_changed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_programs_are_kept_for_states_that_come_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Two values in turn are two programs, and what changed is in the log."""
+    """Two values in turn give two programs, and the log names the changed value."""
     model = Settled()
     sharded = compiled(model)
     with caplog.at_level(logging.INFO, logger="autoshard"):
@@ -201,7 +201,7 @@ def test_programs_are_kept_for_states_that_come_back(caplog: pytest.LogCaptureFi
 
 
 def test_attributes_that_a_call_does_not_read_may_change(caplog: pytest.LogCaptureFixture) -> None:
-    """A figure that is only kept in the model: nothing is compiled, or even traced, for it."""
+    """A change of an attribute that no call reads neither traces nor compiles anything."""
     model = Settled()
     sharded = compiled(model)
     with caplog.at_level(logging.INFO, logger="autoshard"):
@@ -232,7 +232,7 @@ def test_the_loss_is_differentiated_as_it_was_called() -> None:
 
 @pytest.mark.parametrize("name", ["beta", "training"])
 def test_a_backward_that_traces_again_refuses_a_changed_model(name: str) -> None:
-    """Gradients of another output are made by another program, of the model as it was called."""
+    """A backward from another output traces the model as it was called, and refuses a changed model."""
     model = TwoResults()
     sharded = compiled(model)
     _, logits = sharded(X)
@@ -280,7 +280,7 @@ def test_what_is_done_with_numbers_is_guarded(begin: int | None, caplog: pytest.
 
 
 def test_the_whole_step_notices() -> None:
-    """So does a traced training step."""
+    """A traced training step notices a changed model."""
     model = Settled()
     reference = copy.deepcopy(model)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
@@ -320,7 +320,7 @@ def test_parametrizations_may_be_removed() -> None:
 
 
 def check_changes() -> None:
-    """Changes without new parameters; for each the right loss, and a counter that each rank has of its own."""
+    """Changes without new parameters give the loss of the changed model; each rank counts its calls."""
     model = Settled()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -332,7 +332,7 @@ def check_changes() -> None:
 
 
 def check_new_parameters() -> None:
-    """A layer that is added is refused by name; the model can be compiled again."""
+    """An added layer is refused by name, and the model can be compiled afterwards."""
     model = Settled()
     sharded = compiled(model)
     sharded(X)

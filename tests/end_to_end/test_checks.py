@@ -1,4 +1,4 @@
-"""A model's checks of values: a check that holds changes nothing; one that fails raises the error of one device."""
+"""Checks of values in a model change no result when they hold, and raise the error of one device when they fail."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Checked(nn.Module):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_check_that_passes_changes_nothing(name: str) -> None:
-    """On the chosen plan and on one that splits what it can."""
+    """A check that holds changes no result, on the chosen plan and on a plan with many splits."""
     torch.manual_seed(0)
     model, inputs = Checked(name), (torch.randn(2, 16, 8),)
     for plan in (None, most_split_plan(trace(model, inputs), MESH)):
@@ -63,7 +63,7 @@ def test_a_check_that_passes_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["assertion", "inverse", "solve"])
 @pytest.mark.parametrize("axis", ["data", "pipeline"])
 def test_a_check_that_fails_is_the_error_of_one_device(name: str, axis: str) -> None:
-    """Before anything is updated, in each of two micro-batches, and the next step runs."""
+    """A failing check raises one device's error before any update, in either micro-batch, and the next step runs."""
     torch.manual_seed(0)
     model, good = Checked(name), torch.randn(4, 16, 8)
     bad = good * 1e6 if name == "assertion" else good * 0

@@ -22,7 +22,7 @@ from tests.runtime.processes import report, run_checks
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan by which the mesh was chosen is the one that runs; it is not made again."""
+    """The plan by which the mesh was chosen runs; the chosen mesh is not planned a second time."""
     meshes, planned = [], []
 
     def plan_program(program: Program, mesh: Mesh, *args: Any) -> autoshard.Plan:
@@ -52,14 +52,14 @@ def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_meshes_of_other_names_are_one(nodes: int, expected: list[dict[str, int]]) -> None:
-    """4x2 and 2x4 on one node; on two nodes links tell them apart."""
+    """Meshes 4x2 and 2x4 are one candidate on one node, and two candidates on two nodes."""
     cluster = autoshard.Cluster("h100_sxm", nodes, 8 // nodes)
     assert distinct_meshes(meshes_for(autoshard.Recipe(), cluster), cluster) == [Mesh(axes) for axes in expected]
     assert distinct_meshes([Mesh({"b": 1, "a": 8}), Mesh({"a": 8})], cluster) == [Mesh({"b": 1, "a": 8})]
 
 
 def test_a_cluster_is_put_together_from_parts() -> None:
-    """Hardware without a name of its own: 64 A100 40GB on RoCE with 200 Gbit/s each."""
+    """Parts describe unnamed hardware, such as 64 A100 40GB on RoCE with 200 Gbit/s each."""
     cluster = autoshard.Cluster.of(
         "a100_sxm_40gb", 64, devices_per_node=8, network="roce_v2", network_bytes_per_s_per_device=25e9
     )
@@ -79,7 +79,7 @@ def test_a_cluster_is_put_together_from_parts() -> None:
     ],
 )
 def test_parts_that_do_not_exist_are_named(arguments: tuple[str, int], message: str) -> None:
-    """An unknown part of any kind is the same error of ours."""
+    """An unknown part of any kind raises the same kind of error."""
     with pytest.raises(autoshard.UnknownHardwareError, match=message):
         autoshard.Cluster.of(*arguments, devices_per_node=8)
 
@@ -125,7 +125,7 @@ CLUSTER = autoshard.Cluster("cpu_laptop", 1, 2)
 
 @pytest.mark.parametrize("recipe", [None, Recipe(pipeline=2)], ids=["free", "pipeline"])
 def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
-    """Stages and micro-batches too are those of the plan."""
+    """A model compiled for a cluster trains as on one device, with the plan's stages and micro-batches."""
     model, inputs = skips()
     step = autoshard.compile(
         model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=recipe
@@ -149,7 +149,7 @@ def test_compile_finds_what_plan_finds_for_a_batch() -> None:
 
 
 def check_stages_of_a_cluster() -> None:
-    """Each of two processes runs the stage that the plan of the first one gives it."""
+    """Each of two processes runs the stage that the first process's plan assigns to the process."""
     model, inputs = skips()
     step = autoshard.compile(
         model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=Recipe(pipeline=2)
@@ -159,5 +159,5 @@ def check_stages_of_a_cluster() -> None:
 
 
 def test_stages_of_a_cluster_run_in_processes() -> None:
-    """The losses are those of one device."""
+    """Two processes in two stages compute the losses of one device."""
     report(run_checks({"stages": check_stages_of_a_cluster}, ranks=2), "stages")

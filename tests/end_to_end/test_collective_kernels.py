@@ -1,4 +1,4 @@
-"""Kernels at collectives: one for what the receiving side adds and norms, one for what the sender casts and splits."""
+"""Kernels at collectives: one adds and normalises the received values, one casts and splits the sent values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TENSOR_PARALLEL = {
 """Megatron's layout: the second of two products is partial."""
 
 _SAVED = {"gpt": (0.6, 0.8), "llama": (0.7, 0.8), "mixture": (0.6, 0.85)}
-"""By family: launches and bytes with kernels, as shares of those without, at most."""
+"""For each family, the largest launches and bytes with kernels, as shares of the counts without kernels."""
 
 
 class Tail(nn.Module):
@@ -98,7 +98,7 @@ def _run(phased: PhasedProgram, values: Sequence[Any]) -> list[list[torch.Tensor
 
 
 def _check(fused: PhasedProgram, built: Built, tolerance: float = 1e-5) -> PhasedProgram:
-    """Kernels verify, and on the simulator results are those without kernels; gives the phases without."""
+    """Check that kernels verify and compute the same results on the simulator; return the phases without kernels."""
     verify_program(fused.lowered.traced, fused.lowered)
     verify_phases(fused)
     plain, values = SplitPhases()(fused.lowered), _values(fused, built)
@@ -112,7 +112,7 @@ def _count(phased: PhasedProgram) -> Traffic:
 
 
 def _received(graph: fx.Graph, kind: str) -> Iterator[set[str]]:
-    """For each collective of a kind the names of what computes on what it received."""
+    """Return the names of the operators that read the results of each collective of a kind."""
     for node in graph.nodes:
         if "wait_tensor" in str(node.target) and kind in str(node.all_input_nodes[0].target):
             yield {
@@ -127,9 +127,9 @@ def _name(node: fx.Node) -> str:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", _SAVED)
 def test_programs_with_kernels_at_collectives_equal_those_without(family: str) -> None:
-    """Tensor and sequence parallel on the simulator: loss and gradients are the same, and the kernels verify.
+    """Programs with kernels under tensor and sequence parallelism verify, and keep loss and gradients.
 
-    Copies that join or split what is sent go with what computes on it.
+    Copies that join or split a message belong to the kernel that computes the message.
     """
     built = _family(family)
     layout = Layout(_TENSOR_AND_SEQUENCE.parameter, _TENSOR_AND_SEQUENCE.batch, dtype=torch.float32, kernels=True)
@@ -166,7 +166,7 @@ def test_what_follows_a_partial_sum_is_one_kernel(norm: str) -> None:
 
 
 def test_what_is_sent_is_cast_and_split_at_once() -> None:
-    """An input that is split otherwise in bfloat16 is converted and cut into pieces by one kernel."""
+    """One kernel converts an input to bfloat16 and cuts the input into the pieces that are sent."""
     built = _tail(nn.LayerNorm(8), 8, 16, (4, 6))
     layout = Layout(_columns, lambda *_: (P(("data", "model")),), None, torch.float32, "bf16", kernels=True)
     fused = _phases(built, layout)
@@ -187,7 +187,7 @@ def _sender(graph: fx.Graph) -> fx.Node:
 
 
 def view_base(node: fx.Node) -> fx.Node:
-    """The node that a node is a view of, or itself."""
+    """Return the node below a chain of views."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""`Plan.compare` states what `price` says of two recipes, whichever field differs."""
+"""`Plan.compare` states the difference of two calls of `price`, whichever field of the recipe differs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda_graph": ({"cuda_graph": True},),
     "blocking_launches": ({"blocking_launches": True},),
 }
-"""Every field of executions and of runtimes, with changes of it, and of what has to change with it."""
+"""Every field of executions and runtimes, with changed values, and with further fields that a change needs."""
 
 OTHERS = st.fixed_dictionaries(
     {},
@@ -81,7 +81,7 @@ OTHERS = st.fixed_dictionaries(
 
 
 def changed(execution: Execution, change: dict[str, Any]) -> Execution:
-    """An execution with other fields, or those of its runtime."""
+    """Return an execution with some fields, or fields of its runtime, replaced."""
     own = {item.name for item in fields(Execution)}
     ours, theirs = ({key: change[key] for key in change if (key in own) is side} for side in (True, False))
     return replace(under(execution, **theirs), **ours)
@@ -137,7 +137,7 @@ def test_every_field_has_changes() -> None:
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str, name: str) -> None:
-    """Each change of it."""
+    """Changing a field gives the difference between the two prices."""
     for change in CHANGES[field]:
         other = changed(BASE, change)
         assert other != BASE
@@ -149,7 +149,7 @@ def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str
 def test_it_does_so_whatever_the_other_fields_are(
     name: str, field: str, data: st.DataObject, others: dict[str, Any]
 ) -> None:
-    """The drawn fields are the same in both recipes, except for fields that the change needs."""
+    """The difference is right for any values of the unchanged fields."""
     change = data.draw(st.sampled_from(CHANGES[field]))
     try:
         one = changed(BASE, others)

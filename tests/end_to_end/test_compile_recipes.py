@@ -1,4 +1,4 @@
-"""`compile` within recipes: what is decided is what runs, what is left out is searched."""
+"""`compile` runs the recipe's decisions, and searches the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled(target: Any, **options: Any) -> tuple[Any, torch.nn.Module, dict[st
 
 
 def test_a_step_is_what_its_recipe_says() -> None:
-    """ZeRO-3 over one axis and tensor parallelism over the other; it equals one device, and evaluates any batch."""
+    """A step with ZeRO-3 on one axis and tensor parallelism on the other equals one device, and evaluates any batch."""
     step, model, inputs = compiled(SQUARE, recipe=Recipe(zero=3, tensor=2))
     losses, parameters = trained_alone(steps=2)
     for number, loss in enumerate(losses):
@@ -61,7 +61,7 @@ def test_a_micro_batch_says_how_many_a_step_has() -> None:
 
 
 def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
-    """And the plan that was made for it runs."""
+    """The mesh of a cluster has the recipe's axes, and its plan runs."""
     model, inputs = decoder(SHAPE)
     settings = {"optimizer": ADAMW(model.parameters()), "example_inputs": inputs, "time_budget_s": 5.0}
     step = autoshard.compile(model, Cluster("h100_sxm", 1, 2), recipe=Recipe(tensor=2, micro_batch=4), **settings)
@@ -70,7 +70,7 @@ def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
 
 
 def test_a_schedule_on_a_cluster_is_of_stages_that_are_searched() -> None:
-    """How many there are, and on which axes, is found."""
+    """A schedule on a cluster searches the number of stages and their axis."""
     model, inputs = decoder(replace(LLAMA, layers=4))
     optimizer = ADAMW(model.parameters())
     cluster, recipe = Cluster("h100_sxm", 1, 4), Recipe(schedule="1F1B")
@@ -111,7 +111,7 @@ def test_a_recipe_that_contradicts_the_call_is_refused(
 
 
 def test_a_recipe_that_contradicts_the_plan_is_refused() -> None:
-    """By its field; one that says the same as the plan is none."""
+    """A recipe that contradicts the plan is refused by its field; a recipe that agrees with the plan is accepted."""
     model, inputs = decoder(SHAPE)
     asked = {"example_inputs": inputs, "precision": None, "recipe": Recipe(tensor=2), "time_budget_s": 5.0}
     plan = autoshard.plan(model, SQUARE, optimizer=ADAMW(model.parameters()), **asked)

@@ -1,4 +1,4 @@
-"""Long context: transformers whose attention is split over the sequence train as on one device, in each of its ways."""
+"""Transformers whose attention is split over the sequence train as on one device, for each kind of attention."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def built(name: str, *, is_packed: bool = False) -> tuple[nn.Module, dict[str, A
 
 
 def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
-    """A plan that splits tokens wherever it can, and attention as it is told to; batches by the axis "data"."""
+    """Plan with tokens split wherever possible, the given kind of attention, and batches on axis "data"."""
     batch = {"b": ("data",)} if "data" in mesh.axis_names else {}
     wanted = {**batch, **splits}
 
@@ -98,7 +98,7 @@ def test_sequences_that_are_split_equal_one_device(splits: Splits) -> None:
     ],
 )
 def test_windows_and_packed_sequences_equal_one_device(name: str, splits: Splits, is_packed: bool) -> None:
-    """Windows and sequences reach over pieces, and masks are those of the whole; of 15 tokens on two ranks too."""
+    """Windows and packed sequences cross the pieces of a split sequence; uneven lengths equal one device too."""
     model, inputs = built(name, is_packed=is_packed)
     plan = plan_with(splits, model, inputs, PAIR)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
@@ -123,9 +123,9 @@ class Attention(nn.Module):
     [(1, 512, P()), (1, 65536, P(None, None, "context")), (4, 65536, P(None, "context"))],
 )
 def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> None:
-    """A short sequence that lies split is gathered; in a long one keys go round, or all-to-alls split heads instead.
+    """Short split sequences gather keys; long sequences pass keys round a ring, or all-to-alls split the heads.
 
-    One head cannot be split. Nothing hides the way of gathered keys, and the last rank computes on all of them.
+    A single head cannot be split. No computation hides the gathering of keys, and the last rank attends to all keys.
     """
     with torch.device("meta"):
         model, x = Attention(heads), torch.empty(1, tokens, 64 * heads)
@@ -158,7 +158,7 @@ def ring_program() -> PhasedProgram:
 @pytest.mark.parametrize("operator", [kernels.ring_attention, kernels.ring_attention_backward])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_ring_is_not_proven(damage: str, operator: OpOverload) -> None:
-    """The undamaged program is proven; none is of which an argument of the call is another one."""
+    """A ring with one exchanged argument is refused; the undamaged program is proven."""
     lowered = ring_program().lowered
     verify_program(lowered.traced, lowered)
     (node,) = (node for node in lowered.graph_module.graph.nodes if node.target is operator)

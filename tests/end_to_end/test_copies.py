@@ -28,7 +28,7 @@ SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
 
 
 class Net(nn.Module):
-    """Two layers, tied to a third, a parameter and buffers of the root's own, dropout if asked for."""
+    """Two layers, a tied third layer, a parameter and buffers of the root, and optional dropout."""
 
     def __init__(self, rate: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def is_distributed() -> bool:
 
 
 def check_deepcopy() -> None:
-    """A copy trains by itself, as of one device: before the first call, after it, and copied again."""
+    """A copy trains independently, whether copied before the first call, after a call, or from a copy."""
     plain, sharded = Net(), compiled(Net())
     for network in (plain, sharded):
         first = copy.deepcopy(network)
@@ -136,7 +136,7 @@ def check_deepcopy_of_a_training_step() -> None:
 
 
 def check_pickle() -> None:
-    """A simulated model is pickled whole; one with processes says what to do instead."""
+    """A simulated model is pickled whole; a model on processes raises an error with the way out."""
     torch.manual_seed(5)
     sharded = compiled(Net(rate=0.5))
     train(sharded)
@@ -158,7 +158,7 @@ def check_pickle() -> None:
 
 
 def check_loading_a_plain_state() -> None:
-    """`load_state_dict` takes a plain model's state, strictly or assigned, before the first call and after it."""
+    """`load_state_dict` takes a plain model's state, strictly or assigned, before and after the first call."""
     for assign in (False, True):
         for called in (False, True):
             sharded, plain = compiled(Net()), Net()
@@ -193,7 +193,7 @@ def check_what_does_not_fit() -> None:
 
 
 def check_dropout_goes_on() -> None:
-    """A state goes on with the random numbers where it was taken, whatever torch's seed is then."""
+    """A loaded state continues the random numbers from its saving, whatever torch's seed is."""
     torch.manual_seed(3)
     sharded = compiled(Net(rate=0.5))
     train(sharded)
@@ -210,7 +210,7 @@ def check_dropout_goes_on() -> None:
 
 
 def check_names_of_a_state() -> None:
-    """A model that draws nothing has the names of the plain one; of one that does, the user's own model has them."""
+    """The state of a model without random numbers has the plain names; the user's own model always has plain names."""
     sharded, model = compiled(Net()), Net(rate=0.5)
     train(sharded)
     assert list(sharded.state_dict()) == list(Net().state_dict())
@@ -220,7 +220,7 @@ def check_names_of_a_state() -> None:
 
 
 def check_own_extra_state() -> None:
-    """The model's own extra state is kept, with the random numbers beside it where there are some."""
+    """The state keeps the model's own extra state beside the position of the random numbers."""
 
     class Counting(Net):
         def get_extra_state(self) -> dict[str, float]:
@@ -288,7 +288,7 @@ def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
 
 
 def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture) -> None:
-    """Its calls are traced, which is quick, and no plan is searched."""
+    """A copy traces its calls, and searches no plan."""
     sharded = compiled(Net())
     train(sharded)
     other = copy.deepcopy(sharded)
@@ -299,7 +299,7 @@ def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_pickled_plan_leaves_the_model_behind() -> None:
-    """So that ranks which compile it need not tell each other all weights."""
+    """A pickled plan is small, because the plan leaves out the model."""
     model = nn.Linear(512, 512)
     plan = autoshard.plan(model, PAIR, example_inputs=(torch.zeros(4, 512),), loss_fn=lambda y: y.square().mean())
     assert plan.explain("weight")

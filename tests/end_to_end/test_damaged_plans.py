@@ -1,4 +1,4 @@
-"""Files of plans that were damaged, edited by hand, or are of another release: each is refused by name, or runs."""
+"""Damaged, edited or outdated files of plans are refused by name, or run."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_a_file_that_can_be_read_in_two_ways(
     data: dict[str, Any], tmp_path: Path, old: str, new: str, message: str
 ) -> None:
-    """Or not at all: one error, which names the file."""
+    """A file that is ambiguous or unreadable raises one error, which names the file."""
     text = json.dumps(data).replace(old, new)
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanMismatchError, match=rf"plan.json' is not a plan that autoshard wrote: {message}"):
@@ -161,7 +161,7 @@ def test_a_plan_that_is_a_number() -> None:
 
 
 def test_the_plan_of_a_runtime_profile() -> None:
-    """It is for reading, and says how a plan that runs is made."""
+    """A plan under a profile of another runtime can be read, and its error says how to make a plan that runs."""
     recipe = autoshard.Recipe(data=2, tensor=2)
     priced = autoshard.price(small(), autoshard.Cluster("h100_sxm", 1, 4), recipe, example_inputs=(X,), loss_fn=total)
     for_reading = r"prices a recipe \(data 2, tensor 2; .*\) under runtime='megatron', and is for reading"

@@ -1,4 +1,4 @@
-"""Ranks that disagree after they compiled, or do not come: one error that says so, on every rank, within seconds."""
+"""Ranks that disagree after compilation, or do not come, raise one error on every rank within seconds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_second_rank() -> bool:
 
 
 def assert_all_raise(error: type[Exception], match: str, run: Callable[[], Any]) -> None:
-    """This rank raises, in time; each rank runs this."""
+    """Check that this rank raises in time; every rank calls this function."""
     start = time.monotonic()
     with pytest.raises(error, match=match):
         run()
@@ -68,7 +68,7 @@ def assert_all_raise(error: type[Exception], match: str, run: Callable[[], Any])
 
 @contextmanager
 def saying_nothing() -> Iterator[None]:
-    """Within, a message between ranks about what they call is an error."""
+    """Within this context, a message between ranks about a call is an error."""
     with (
         mock.patch.object(ControlChannel, "exchange", side_effect=AssertionError("said something")),
         mock.patch.object(VectorExchange, "post", side_effect=AssertionError("said something")),
@@ -77,7 +77,7 @@ def saying_nothing() -> Iterator[None]:
 
 
 def check_other_inputs() -> None:
-    """An unseeded shuffle; then they may go on."""
+    """Ranks with unequal inputs from an unseeded shuffle raise, and may continue afterwards."""
     sharded = compiled()
     rows = batch().flip(0) if on_second_rank() else batch()
     match = r"Ranks disagree about input:0\. input:0: \w+ on ranks \[0\], \w+ on ranks \[1\]"
@@ -122,7 +122,7 @@ def check_a_second_thread() -> None:
 
 
 def check_training_beside_evaluation() -> None:
-    """One rank forgot `train()`: with both programs known, and with one of them new."""
+    """A rank that forgot `train()` is found, whether or not the programs are new."""
     sharded = compiled()
     if on_second_rank():
         sharded.eval()
@@ -147,7 +147,7 @@ def check_another_learning_rate() -> None:
 
 
 def check_a_parameter_changed_in_place() -> None:
-    """One of which both ranks hold all, one that is cut, and a buffer."""
+    """A write to a whole parameter, a split parameter or a buffer on one rank is found."""
     sharded = compiled(constraints={**BY_ROWS, "layer.weight": P("data"), "layer.bias": P()})
     for name in ("weight", "bias"):
         if on_second_rank():
@@ -161,7 +161,7 @@ def check_a_parameter_changed_in_place() -> None:
 
 
 def check_a_change_that_changes_nothing() -> None:
-    """A parameter written on one rank with the values that it had is no error."""
+    """A rank may write a parameter with its old values."""
     sharded = compiled(constraints={**BY_ROWS, "layer.weight": P()})
     if on_second_rank():
         with torch.no_grad():
@@ -170,7 +170,7 @@ def check_a_change_that_changes_nothing() -> None:
 
 
 def check_a_parameter_changed_through_data() -> None:
-    """Version counters do not show it: a few steps later its values do."""
+    """A write through `.data` is found by its values within a few steps."""
     sharded = compiled(constraints={**BY_ROWS, "layer.*": P()})
     if on_second_rank():
         sharded.layer.bias.data.mul_(2)
@@ -178,7 +178,7 @@ def check_a_parameter_changed_through_data() -> None:
 
 
 def check_parameters_that_round_apart() -> None:
-    """Parameters that both ranks computed for themselves may differ in their last digits: one warning is logged."""
+    """Parameters that ranks computed by themselves may differ in the last digits, with one warning."""
     sharded = compiled(constraints={**BY_ROWS, "layer.*": P()})
     if on_second_rank():
         sharded.layer.bias.data.mul_(1 + 1e-6)
@@ -199,7 +199,7 @@ def check_swapped_rows() -> None:
 
 
 def check_a_shape_that_one_rank_knows() -> None:
-    """It is new on the other one."""
+    """A shape that is new on one rank alone is found."""
     sharded = compiled()
     match = (
         r"call: \(float32\[4, 8\]\), training \(runs program \w+\) on ranks \[0\], "
@@ -239,7 +239,7 @@ def check_inputs_that_lie_on_ranks() -> None:
 
 
 def check_first() -> None:
-    """The first call of a program is compared, later ones are not: neither inputs nor a rank that is late."""
+    """Only the first call of a program is compared; later calls compare neither inputs nor arrival."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(check="first", timeout_s=TIMEOUT_S))
     assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(batch() + dist.get_rank()))
     sharded(batch())
@@ -248,7 +248,7 @@ def check_first() -> None:
 
 
 def check_off() -> None:
-    """Nothing is compared, but for what is compiled."""
+    """With checks off, only compilation compares ranks."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(check="off", timeout_s=TIMEOUT_S))
     sharded(batch() + dist.get_rank())
     with saying_nothing():
@@ -256,7 +256,7 @@ def check_off() -> None:
 
 
 def check_a_rank_asleep_before_it_compiles() -> None:
-    """Who sleeps longer than allowed gets the same error when it comes."""
+    """A rank that sleeps longer than the time limit before it compiles gets the same error when it wakes."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(2.5)
@@ -264,7 +264,7 @@ def check_a_rank_asleep_before_it_compiles() -> None:
 
 
 def check_a_rank_asleep_between_two_steps() -> None:
-    """It is named on every rank."""
+    """A rank that sleeps between two steps is named on every rank."""
     sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))
     for _ in range(4):
         sharded(batch())
@@ -274,7 +274,7 @@ def check_a_rank_asleep_between_two_steps() -> None:
 
 
 def check_a_rank_that_fails_alone() -> None:
-    """Its error reaches the others while they wait for it."""
+    """An error on one rank reaches the waiting ranks."""
 
     class Failing(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,14 +290,14 @@ def check_a_rank_that_fails_alone() -> None:
 
 
 def check_a_model_that_does_not_fit() -> None:
-    """The first rank, which plans, tells the others how much is needed."""
+    """The planning rank tells all ranks how much memory the model needs."""
     with pytest.raises(DoesNotFitError, match="memory") as caught:
         autoshard.compile(Small(), PAIR, memory_budget=16, options=autoshard.Options(timeout_s=TIMEOUT_S))(batch())
     assert caught.value.smallest_bytes > 16
 
 
 def check_a_long_compile_is_life() -> None:
-    """A rank that plans for longer than others wait is waited for."""
+    """A rank that plans longer than the time limit is waited for."""
     from passes.driver.planner import Planner
 
     right = Planner.trace

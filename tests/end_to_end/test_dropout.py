@@ -32,7 +32,7 @@ def test_training_with_dropout_equals_a_mesh_of_one(name: str) -> None:
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_plans_of_models_with_dropout_are_compared_with_its_masks(precision: str | None) -> None:
-    """One device draws the masks that ranks draw, in each of several steps."""
+    """One device draws the masks of the ranks in each of several steps."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.ones(4, 8)
     assert check_plan(model, SQUARE, (x,), steps=3, precision=precision).is_equal
     with drawing_alike(torch.tensor(1)):
@@ -44,7 +44,7 @@ def test_plans_of_models_with_dropout_are_compared_with_its_masks(precision: str
 
 @pytest.mark.parametrize("spec", [P(), P("data", "model"), P(("data", "model"))], ids=str)
 def test_keep_rate_and_scale(spec: PartitionSpec) -> None:
-    """Dropout keeps 1 - p of the elements, scaled by 1 / (1 - p); the gradient has the same mask."""
+    """Dropout keeps 1 - p of the elements, scaled by 1 / (1 - p), and the gradient has the same mask."""
     torch.manual_seed(3)
     sharded = autoshard.compile(nn.Dropout(0.25), SQUARE, constraints={"input:0": spec})
     x = torch.ones(200, 100, requires_grad=True)

@@ -1,7 +1,7 @@
-"""The search finds what pricing every recipe finds: stages of any size, schedules, memory limit, recomputation.
+"""The search finds the best recipe of a full enumeration.
 
-Models are drawn as lists of blocks of the kinds of two small decoders, clusters as nodes of several kinds with drawn
-networks and memory.
+The cases vary the sizes of stages, schedules, memory limits and recomputation. Models are drawn as lists of blocks of
+two small decoders. Clusters are drawn as nodes of several kinds with random networks and memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LEAST_TOKENS = 16
 SPARSE = priced_sparse().counted
 DENSE_BLOCK, EXPERTS_BLOCK = dict.fromkeys(SPARSE.blocks)
 FAST_HOST = HostLink(1e13, 1e13)
-"""Copies to the host that take next to no time, so that recipes with them are the fastest where memory is short."""
+"""A nearly free link to the host, which makes recipes with offloading fastest in little memory."""
 SMALL_HOST = 300_000
-"""Less than what some recipes offload."""
+"""Host memory smaller than the offloaded bytes of some recipes, in bytes."""
 
 
 @st.composite
@@ -42,7 +42,7 @@ def models(draw: st.DrawFn, most: int) -> CountedModel:
 
 @st.composite
 def clusters(draw: st.DrawFn, most: int) -> Cluster:
-    """A few devices of one kind, with a network that may be slow and a host that may be small, or have no link."""
+    """Draw a few devices of one kind, a fast or slow network, and a host of any size, with or without a link."""
     shapes = [(nodes, each) for nodes in range(1, most + 1) for each in range(1, most + 1) if 2 <= nodes * each <= most]
     node = node_type(draw(st.sampled_from(["h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "l4"])))
     nodes, each = draw(st.sampled_from([(n, e) for n, e in shapes if e <= node.devices_per_node]))
@@ -60,7 +60,7 @@ BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4]), runtime=RUNTI
 
 
 def check(counted: CountedModel, cluster: Cluster, base: Execution, share: float) -> None:
-    """Compare the search with every price, at a memory limit drawn among those that matter, and below them all."""
+    """Compare the search with every price, at a drawn memory limit that matters, and below the smallest need."""
     prices = every_price(counted, cluster, base, LEAST_TOKENS)
     sizes = sorted({each.memory_bytes for each in prices})
     limit = sizes[round(share * (len(sizes) - 1))]
@@ -102,7 +102,7 @@ def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
 def test_a_step_is_never_slower_with_more_memory(
     counted: CountedModel, cluster: Cluster, base: Execution, shares: list[float]
 ) -> None:
-    """Limits from what is too small to what the fastest of all takes; each recipe fits, and nothing does below."""
+    """A step never gets slower with more memory; every found recipe fits, and too little memory finds no recipe."""
     problem = RecipeProblem(counted, cluster, base, math.inf, LEAST_TOKENS)
     least, fastest = problem.smallest().objective, problem.best()
     assert fastest.recipe is not None
@@ -118,7 +118,7 @@ def test_a_step_is_never_slower_with_more_memory(
 
 
 def test_plan_finds_what_price_says_is_best() -> None:
-    """Through the public calls: every recipe of a decoder of two blocks on two devices, priced one by one."""
+    """`plan` finds the fastest of all recipes of a two-block decoder on two devices, each priced by `price`."""
     model, base = dense(2), Execution(global_batch=2)
     cluster = Cluster("a100_sxm_80gb", 1, 2)
     counted = priced_model(model, tokens(), None).counted

@@ -44,11 +44,11 @@ WAYS: Mapping[str, Splits] = {
 """Factors that axes split in the layers of experts."""
 
 ROOMY = 10**12
-"""With so many bytes layers whose tokens are exchanged keep rows for the backward; without a limit they may not."""
+"""Device memory in which exchanged tokens keep their rows for the backward, in bytes."""
 
 
 def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
-    """A plan that splits much, and layers of experts as it is told to."""
+    """Plan with many splits, and with the given kind of expert layer."""
     wanted = {factor: tuple(axis for axis in axes if axis in mesh.axis_names) for factor, axes in splits.items()}
     wanted = {factor: axes for factor, axes in wanted.items() if axes}
 
@@ -109,7 +109,7 @@ def test_rows_that_are_kept_equal_one_device(way: str) -> None:
 
 
 class Layers(nn.Module):
-    """Two of Mixtral's layers of experts, wide enough for tokens to be sent in a plan that is searched."""
+    """Two expert layers of Mixtral, wide enough that the search exchanges tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Layers(nn.Module):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [PAIR, Mesh({"pipeline": 2, "expert": 2})], ids=str)
 def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
-    """A step of three micro-batches, in two stages of which several are in flight or alone, is that of one device."""
+    """A step of three micro-batches equals one device, in one stage and in two stages."""
     model, x = Layers(), 0.1 * torch.randn(6, 256, 128, generator=torch.Generator().manual_seed(1))
     alone = copy.deepcopy(model)
     optimizer, expected = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (model, alone))
@@ -151,7 +151,7 @@ def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
 
 
 def test_the_loss_that_balances_experts_is_that_of_the_whole_batch() -> None:
-    """The auxiliary loss of Mixtral, which counts what each expert gets of all tokens."""
+    """Mixtral's auxiliary loss counts the tokens of each expert over the whole batch."""
     model, inputs = built("mixtral")
     inputs = {**inputs, "output_router_logits": True}
     plan = plan_with(EXCHANGED, model, inputs, SQUARE)
@@ -160,7 +160,7 @@ def test_the_loss_that_balances_experts_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.slow
 def test_experts_are_shared_out_where_memory_is_short() -> None:
-    """By price, where nearly all weights are experts'; the plan says what load of the busiest rank it assumes."""
+    """Experts are split by price when memory is short, and the plan states the assumed load of the busiest rank."""
     config = {
         **ARCHITECTURES["mixtral"].config, "num_hidden_layers": 1, "num_local_experts": 16, "intermediate_size": 256
     }  # fmt: skip

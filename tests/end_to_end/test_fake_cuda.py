@@ -55,7 +55,7 @@ TENSOR_PARALLEL: dict[str, dict[str, PartitionSpec]] = {
 ON_TWO = {"data": {"data": 2, "model": 1}, "sharded": {"data": 2, "model": 1}, "tensor": {"data": 1, "model": 2}}
 ON_FOUR = {"data": 2, "model": 2}
 BATCH = 4096
-"""Sequences that are so many that every plan shares out their work; they are fake, so they cost nothing."""
+"""A batch so large that every plan splits the work; fake sequences take no memory."""
 
 
 def _constraints(name: str, layout: str) -> dict[str, PartitionSpec]:
@@ -81,7 +81,7 @@ def _assert_free(use: DeviceUse) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ON_TWO)
 def test_a_step_waits_for_nothing(layout: str) -> None:
-    """GPT-2 on two ranks, every call compared among them; its kernels are torch's fused ones."""
+    """A step of GPT-2 on two ranks waits for nothing and runs torch's fused kernels."""
     use = _use("gpt2", ON_TWO[layout], layout)
     _assert_free(use)
     flash = "aten._scaled_dot_product_flash_attention"
@@ -110,7 +110,7 @@ def test_no_model_waits(name: str, layout: str, sizes: dict[str, int] | None) ->
 
 
 def test_what_waits_is_seen() -> None:
-    """A value that is read, a copy from the device, and one to it."""
+    """A read value, a copy from the device and a copy to the device all count as waits."""
     with fake_world({"data": 2}) as world:
         x = world.on_cuda(torch.zeros(()))
         with world.fakes, DeviceUse() as use:

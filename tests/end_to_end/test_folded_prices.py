@@ -87,12 +87,12 @@ class _Case:
     """A training step.
 
     Args:
-        kind: of model, see `KINDS`.
-        depth: how many blocks, or pairs of them, it has.
-        cluster, mesh: where it runs.
-        recipe: its layout.
+        kind: a model of `KINDS`.
+        depth: number of blocks, or of pairs of blocks.
+        cluster, mesh: the hardware.
+        recipe: the layout.
         rows: sequences in a micro-batch.
-        micro_batches: how many the step has.
+        micro_batches: micro-batches in a step.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class _Case:
     micro_batches: int
 
     def programs(self) -> tuple[Program, Program]:
-        """The program of a micro-batch without inner blocks, and the whole one."""
+        """Return the program of a micro-batch without inner blocks, and the whole program."""
         with torch.device("meta"):
             model = KINDS[self.kind](self.depth)
             tokens = torch.zeros(self.rows, SEQUENCE, dtype=torch.int64)
@@ -135,7 +135,7 @@ def _cases(draw: st.DrawFn) -> _Case:
 
 
 def _check(case: _Case) -> None:
-    """Compare the prediction of a folded plan with the walk of the whole program under the same specs."""
+    """Compare a folded plan's prediction with the walk of the whole program under the same specs."""
     short, whole = case.programs()
     options = PlanOptions(
         memory_budget=60e9, micro_batches=case.micro_batches, with_baselines=False, recipe=case.recipe
@@ -161,6 +161,6 @@ def test_blocks_left_out_are_predicted_as_the_whole(case: _Case) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_blocks_left_out_on_hosts_of_cpus(zero: int) -> None:
-    """Behind a network, CPUs hide collectives."""
+    """CPUs behind a network hide collectives, and a folded plan predicts the hidden time."""
     cluster = Cluster(CPUS.with_network("ethernet_1g"), nodes=2, devices_per_node=2)
     _check(_Case("perceptron", 7, cluster, Mesh({"data": 4}), Recipe(data=4, zero=zero), 8, 1))

@@ -1,4 +1,4 @@
-"""Failures that drawn programs and plans have found: each is the small program that it was shrunk to."""
+"""Failures that drawn programs and plans once found, each shrunk to a small program."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ whole_step = WholeStep(partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("mesh", [Mesh({"data": 4}), Mesh({"data": 2, "model": 2})], ids=str)
 def test_a_program_that_once_failed(name: str, mesh: Mesh) -> None:
-    """The chosen plan, and one with as many splits as there are, equal one device."""
+    """The chosen plan and the plan with most splits equal one device."""
     program = run_source(_HEAD + PROGRAMS[name])
     split = most_split_plan(trace(program.model, program.inputs), mesh)
     for plan in (None, split):
@@ -157,7 +157,7 @@ def test_a_program_that_once_failed(name: str, mesh: Mesh) -> None:
 
 
 def test_the_rounding_of_a_mean_near_zero_is_no_difference() -> None:
-    """In bfloat16 one device is off by a rounding that is small by chance; the mesh adds a bias by itself."""
+    """A mean near zero may differ by the rounding of one bias in bfloat16."""
     program = run_source(_HEAD + _MEAN_NEAR_ZERO)
     check_plan(program.model, Mesh({"data": 1}), program.inputs, precision="bf16").raise_if_different()
 
@@ -172,7 +172,7 @@ def test_a_batch_norm_whose_weights_are_cast_runs_over_a_split_batch() -> None:
 
 
 def test_products_of_complex_numbers_are_not_pending() -> None:
-    """Complex numbers travel as pairs of reals, so that a plan with pending products of them could not be lowered."""
+    """Complex products are never pending sums, because complex numbers travel as pairs of reals."""
     program = run_source(_HEAD + _COMPLEX_PRODUCT)
     mesh = Mesh({"data": 2, "model": 2})
     plan = greedy_plan(trace(program.model, program.inputs), mesh, _pending)
@@ -188,7 +188,7 @@ def _rows_split(_: Site, strategy: Strategy) -> int:
 
 
 def test_gradients_of_sharp_attention_are_settled_in_float64() -> None:
-    """Scores in the hundreds: keys and queries are off by up to 20 times what samples of one device's rounding are."""
+    """Gradients of attention with scores in the hundreds are compared in float64, because rounding grows twentyfold."""
     mesh, program = Mesh({"data": 2, "model": 2}), run_source(_HEAD + _SHARP_ATTENTION)
     traced = traced_call(program, None)
     options = {"plan": most_split_plan(traced, mesh), "traced": traced, "precise": torch.float64}

@@ -1,7 +1,7 @@
-"""Communication that can be hidden is hidden: on Gloo processes, by a clock that counts the products that they run.
+"""Gloo processes hide the communication that can be hidden, by a clock that counts products.
 
-The clock makes exact what a slow network would show: how long a collective is waited for is a matter of the order in
-which a process issues, computes and waits, whatever the load of the machine.
+The clock makes the waits of a slow network exact. A wait depends only on the order in which a process issues, computes
+and waits, and never on the load of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 
 def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
-    """The program that a step runs, and the same without overlap."""
+    """Return the program that a step runs, with overlap and without overlap."""
     program, plan = step.sharded.program, step.plan
     assert program is not None
     assert plan is not None
@@ -42,7 +42,7 @@ def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
 
 
 def rig_of(plain: PhasedProgram) -> Rig:
-    """Links that take `RATIO` seconds for what is sent while products take one."""
+    """Return links on which the program's messages take `RATIO` seconds while its products take one second."""
     unit = Rig(1.0, 1.0)
     return Rig(products_s(plain, unit), sum(item.duration_s for item in walk(plain, unit)) / RATIO)
 
@@ -59,7 +59,7 @@ def measured(name: str, rig: Rig) -> list[Transfer]:
 
 
 def check(name: str) -> None:
-    """Processes wait as the program says, and it hides what it could."""
+    """Check that processes wait as the program predicts, and hide most of the hideable communication."""
     simulated = compiled(name, model())
     simulated(**batch(*SIZES[name]))
     made, plain = programs_of(simulated)
@@ -81,5 +81,5 @@ def check(name: str) -> None:
     "name", [pytest.param(name, marks=[] if name == "ZeRO-3" else pytest.mark.slow) for name in PLANS]
 )
 def test_what_can_be_hidden_is(name: str) -> None:
-    """Each collective is waited for as long as the order of the program says, and that hides 85 % of what it could."""
+    """Processes wait for each collective as the program's order predicts, and hide 85 % of the hideable time."""
     report(run_checks({name: partial(check, name)}, ranks=2), name)

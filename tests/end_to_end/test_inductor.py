@@ -13,7 +13,7 @@ from tests.runtime.processes import report, run_checks
 
 
 def check_inductor() -> None:
-    """Gradients are those of one device; a norm is torch's operator, which Inductor knows."""
+    """Gradients equal one device, and a norm stays torch's operator, which Inductor knows."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)

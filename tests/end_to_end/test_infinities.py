@@ -1,4 +1,4 @@
-"""Infinities amid a program: shards make of them what one device does."""
+"""Split programs with infinities compute the infinities and NaNs of one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Vanishing(nn.Module):
 
 
 class Weighed(nn.Module):
-    """A product of matrices times a parameter that may hold anything."""
+    """A matrix product times a parameter with any values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Weighed(nn.Module):
 
 
 def of_opposite_signs(first: float, second: float) -> Tensor:
-    """Rows whose sum is `ROWS / 2 * (first + second)`, one half of them on each of two ranks."""
+    """Return rows with the sum `ROWS / 2 * (first + second)`, half of the rows on each of two ranks."""
     return torch.cat([torch.full((ROWS // 2, WIDTH), first), torch.full((ROWS // 2, WIDTH), second)])
 
 
 def filled(value: float, special: float) -> Tensor:
-    """One value, and at one place another."""
+    """Return a tensor of one value, with a second value at one place."""
     c = torch.full((WIDTH,), value)
     c[3] = special
     return c
@@ -75,7 +75,7 @@ by_name = pytest.mark.parametrize(("build", "x", "c"), CASES, ids=[case[0].__nam
 def test_an_infinity_that_vanishes_leaves_the_same_number(
     build: Callable[[], nn.Module], x: Tensor, c: Tensor, constraints: dict[str, P]
 ) -> None:
-    """In the plan that the search chooses where rows are split: sums await no infinity of their addends."""
+    """An infinity that vanishes leaves the number of one device, because the chosen plan sums no infinite addends."""
     sharded = autoshard.compile(build(), MESH, constraints=constraints, example_inputs=(x, c))
     with torch.no_grad():
         torch.testing.assert_close(sharded(x, c), build()(x, c))
@@ -96,7 +96,7 @@ def test_so_does_any_legal_plan(build: Callable[[], nn.Module], x: Tensor, c: Te
 
 
 def test_a_plan_from_before_is_refused_by_name() -> None:
-    """One whose sums pass a quotient over what may be zero."""
+    """An old plan that moves a sum past a quotient by a possible zero is refused by name."""
     build, x, c = CASES[0]
     plan = autoshard.plan(build(), MESH, example_inputs=(x, c), constraints={"input:0": P("a", None)})
     pending, (name,) = P(partial={"a": "sum"}), (name for name in plan.nodes if name.startswith("div"))

@@ -1,4 +1,4 @@
-"""`init_weights`: the same weights, bit by bit, however they lie, and a model that trains from them."""
+"""`init_weights` makes the same weights bit by bit under any layout, and the model trains from these weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def gpt2_on_meta() -> nn.Module:
-    """Sizes that neither 2 nor 3 nor 4 ranks divide, and an orthogonal weight beside those that are drawn."""
+    """GPT-2 with sizes that 2, 3 and 4 ranks do not divide, and one orthogonal weight."""
     config = transformers.GPT2Config(vocab_size=31, n_positions=9, n_embd=14, n_layer=1, n_head=2)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
@@ -69,7 +69,7 @@ MESHES = {2: (2, 1), 3: (3, 1), 4: (2, 2)}
 
 
 def check_places(build: Callable[[], nn.Module] = gpt2_on_meta) -> None:
-    """Under five layouts each rank has its part of what one device has, and gathers nothing."""
+    """Under five layouts each rank has its part of one device's weights, and gathers nothing."""
     expected = on_one_device(build).state_dict()
     device_mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()], mesh_dim_names=("data", "model"))
     for place in PLACES.values():
@@ -195,7 +195,7 @@ class Scale(nn.Module):
 
 
 def test_tables_are_made_where_weights_were_loaded() -> None:
-    """A checkpoint does not have them."""
+    """Loading weights also makes the tables that a checkpoint does not contain."""
     source = nn.Sequential(nn.Linear(8, 8), Scale())
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), Scale())

@@ -1,4 +1,4 @@
-"""Attributes that a model's own call sets: a compiled call sets them too, or says what it does not."""
+"""A compiled call sets the attributes that the model's own call sets, or names the missing attributes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def compiled(model: nn.Module) -> ShardedModule:
 
 
 def check_kept(*, has_loss: bool) -> None:
-    """Losses with the auxiliary one, values and gradients; for two batch sizes in turn."""
+    """Losses with an auxiliary loss, values and gradients equal one device, for two batch sizes in turn."""
     model = Net(has_loss=has_loss)
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -81,12 +81,12 @@ def check_kept(*, has_loss: bool) -> None:
 
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_scalars_are_left_with_their_gradients(has_loss: bool) -> None:
-    """An auxiliary loss in an attribute trains as it does on one device, beside a loss or logits."""
+    """An auxiliary loss in an attribute trains as on one device, beside a loss or logits."""
     check_kept(has_loss=has_loss)
 
 
 def check_on_processes() -> None:
-    """For processes, which take no arguments."""
+    """Run the check on processes, which pass no arguments."""
     check_kept(has_loss=True)
 
 
@@ -96,7 +96,7 @@ def test_scalars_are_left_on_processes() -> None:
 
 
 def test_a_step_leaves_them_too() -> None:
-    """A traced training step, which is not trained by what an attribute holds."""
+    """A traced training step sets the attributes, and ignores their gradients."""
     model = Net()
     reference = copy.deepcopy(model)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
@@ -107,7 +107,7 @@ def test_a_step_leaves_them_too() -> None:
 
 
 def test_a_step_takes_no_attribute_for_its_loss() -> None:
-    """A model that returns logits has no loss, whatever it leaves behind."""
+    """A model that returns logits has no loss, even with a loss in an attribute."""
     model = Net(has_loss=False)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(autoshard.TraceError, match="returns no floating scalar"):
@@ -115,7 +115,7 @@ def test_a_step_takes_no_attribute_for_its_loss() -> None:
 
 
 class Keeps(nn.Module):
-    """Leaves an activation, appends another, and has a cache and a count."""
+    """A model that stores an activation, appends to a list, and keeps a cache and a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Keeps(nn.Module):
 
 
 def test_what_is_not_left_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By name; nothing of the trace is left, and nothing is compiled anew for it."""
+    """An attribute that a call cannot set is named once, keeps no traced value, and causes no new compilation."""
     model = Keeps()
     reference = copy.deepcopy(model)
     sharded = compiled(model)
@@ -149,7 +149,7 @@ def test_what_is_not_left_is_said_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 class Modes(nn.Module):
-    """A model that sets an attribute by its mode, and does not read it before the next call sets it."""
+    """A model that sets an attribute by its mode, and reads the attribute only after setting it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Modes(nn.Module):
 
 
 def test_attributes_that_are_set_first_compile_nothing_anew() -> None:
-    """Two modes in turn are two programs, and leave what they leave."""
+    """Two modes in turn make two programs, and each program sets its own attributes."""
     model = Modes()
     reference = copy.deepcopy(model)
     sharded = compiled(model)

@@ -1,4 +1,4 @@
-"""Models with kernels, in Triton's interpreter, train as models without them do."""
+"""Models with kernels in Triton's interpreter train as models without kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.passes.launches import fused_calls
 
 
 class Mixture(nn.Module):
-    """A block of experts as Mixtral's: a router's two best of three, each a SwiGLU, over an RMS norm."""
+    """An expert block of Mixtral: a router to the best two of three SwiGLU experts, over an RMS norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _is_made(node: fx.Node) -> bool:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
 def test_models_with_kernels_equal_models_without(make: Callable[[], tuple[nn.Module, Any]]) -> None:
-    """Loss and gradients of backend="triton" are those of "auto"; the phases, with their kernels, verify."""
+    """Models with backend="triton" verify, and keep the loss and gradients of "auto"."""
     model, inputs = make()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     plan = autoshard.plan(model, Mesh({"x": 2}), example_inputs=inputs, precision="f32")

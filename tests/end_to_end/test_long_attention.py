@@ -1,4 +1,4 @@
-"""A compiled step of attention over a long sequence takes memory that is linear in it, however it is split."""
+"""A compiled step of attention takes memory linear in the sequence, under any split."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 def resident_growth(step: Callable[[], object]) -> int:
-    """Bytes by which the resident memory of this process is higher at its peak within `step` than before it."""
+    """Return the growth of this process's resident memory to its peak within `step`, in bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now
     before = _status("VmRSS")

@@ -1,4 +1,4 @@
-"""A rank that is killed, amid a step or before ranks agree, ends every other one with one clear error, not a hang."""
+"""A killed rank ends every other rank with one clear error, never a hang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 
 
 def kill_this_rank(*_: object) -> NoReturn:
-    """End this rank as the kernel does for want of memory: it tells nobody and closes nothing in order."""
+    """End this rank as the kernel does without memory: no message, no orderly close."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a killed process does not go on")
 
@@ -42,7 +42,7 @@ def error_of(run: Callable[[], Any]) -> str:
 
 
 def work(rank: int, folder: str, port: int) -> None:
-    """Train; rank 2 dies before the last micro-batch of the second step, then rank 1 before it would agree with 0."""
+    """Train; rank 2 dies amid the second step, and rank 1 dies before an agreement with rank 0."""
     join_ranks(port, rank, RANKS)
     survivors = ControlGroup([0, 1], timeout_s=2.0) if rank < 2 else None
     model, batch = OneLayer(), torch.linspace(-1, 1, 108).view(18, 6)
@@ -67,7 +67,7 @@ def work(rank: int, folder: str, port: int) -> None:
 
 
 def work_in_stages(rank: int, folder: str, port: int) -> None:
-    """Train in stages; the last one dies amid the second step, and the others wait for it in a row."""
+    """Train in stages; the last stage dies amid the second step, and the other stages wait in a row."""
     join_ranks(port, rank, RANKS)
     model, batch = Chain(6, RANKS), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,7 +82,7 @@ def work_in_stages(rank: int, folder: str, port: int) -> None:
 
 
 def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
-    """Rank 2 is stopped before it compiles, as by a debugger; it neither ends nor answers."""
+    """Stop rank 2 before it compiles, as a debugger would."""
     join_ranks(port, rank, RANKS)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(what: Callable[[int, str, int], None], path: Path, ending: int, ranks: int = RANKS) -> list[int]:
-    """Run processes of which the first few are to end; those that did not."""
+    """Run processes, the first few of which are to end; return the surviving processes."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = held_store()
@@ -148,25 +148,25 @@ def run(what: Callable[[int, str, int], None], path: Path, ending: int, ranks: i
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_amid_a_step(folder: Path, rank: int) -> None:
-    """Each other rank says that one stopped, and what to look for."""
+    """Each surviving rank says that a rank stopped, and names the place to look."""
     text = (folder / f"step.{rank}").read_text()
     assert text.startswith(f"{LostRankError.__name__}: Rank {rank} was communicating with other ranks, and one of")
 
 
 def test_a_rank_that_dies_before_ranks_agree(folder: Path) -> None:
-    """Who waits for it is told its name after the time that is allowed."""
+    """A waiting rank names the dead rank after the time limit."""
     text = (folder / "agreement.0").read_text()
     assert text.startswith(f"{LostRankError.__name__}: Ranks [1] did not come within 2 s")
 
 
 def test_the_rank_that_died_said_nothing(folder: Path) -> None:
-    """It was killed where it should be."""
+    """The dead rank was killed at its intended place, and printed nothing."""
     assert not (folder / "step.2").exists()
     assert not (folder / "agreement.1").exists()
 
 
 def test_a_stage_that_dies_ends_all_stages(tmp_path: Path) -> None:
-    """Who waits for its messages says so, and then who waits for theirs."""
+    """A dead stage ends the stage that waits for its messages, and then every stage behind."""
     assert run(work_in_stages, tmp_path, RANKS) == []
     assert not (tmp_path / "stages.2").exists()
     for rank in range(RANKS - 1):
@@ -175,7 +175,7 @@ def test_a_stage_that_dies_ends_all_stages(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
-    """Each other one names it within the time that is allowed."""
+    """Each other rank names the stopped rank within the time limit."""
     assert run(work_with_one_that_stops, tmp_path, RANKS - 1) == []
     for rank in range(RANKS - 1):
         waited_s, error = (tmp_path / f"compile.{rank}").read_text().split(" ", 1)
@@ -186,7 +186,7 @@ def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axes", ["data model", "pipeline data"])
 def test_a_rank_that_is_stopped_amid_a_step(tmp_path: Path, axes: str) -> None:
-    """Each other one gives up within the time that is allowed, along whichever axis it waits."""
+    """Each other rank gives up within the time limit, whichever axis it waits on."""
     path = tmp_path / axes
     path.mkdir()
     assert run(work_on_two_axes, path, 3, 4) == []

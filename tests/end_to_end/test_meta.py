@@ -22,7 +22,7 @@ PAIR = Mesh({"data": 2})
 
 
 class Tied(nn.Module):
-    """Embeddings that are the head's weights too, a batch norm, and a table that no state has."""
+    """A model with embeddings tied to the head, a batch norm, and a table outside of the state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def on_meta() -> Tied:
 
 
 def compiled(model: nn.Module, optimizer: Callable[..., Any] | None = torch.optim.AdamW, **options: Any) -> Any:
-    """The step of a model, whose optimizer was made over its parameters as they are."""
+    """Compile the step of a model whose optimizer was made over its parameters on meta."""
     if optimizer is not None:
         options["optimizer"] = optimizer(model.parameters(), lr=1e-2)
     return autoshard.compile(model, PAIR, constraints=SPLIT, **{"example_inputs": (TOKENS,), **options})
@@ -69,7 +69,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_training(optimizer: Callable[..., Any] = torch.optim.AdamW) -> None:
-    """Losses and weights are those of the same model made in memory, bit by bit."""
+    """Losses and weights equal, bit by bit, a model that was made in memory."""
     torch.manual_seed(0)
     source = Tied()
     steps = [compiled(on_meta(), optimizer), compiled(copy.deepcopy(source), optimizer)]
@@ -84,7 +84,7 @@ def check_training(optimizer: Callable[..., Any] = torch.optim.AdamW) -> None:
 
 
 def check_refusal() -> None:
-    """A call before there are weights is one error on every rank, and the call after them runs."""
+    """A call before weights exist raises one error on every rank, and the call after loading runs."""
     step = compiled(on_meta())
     with pytest.raises(TraceError, match=r"no values yet: 'embed.weight', 'norm.weight'.* Call init_weights"):
         step(TOKENS)
@@ -141,7 +141,7 @@ def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_on_the_simulator(optimizer: Callable[..., Any]) -> None:
-    """Also with an optimizer that takes its own step."""
+    """A model from meta trains on the simulator, also with an optimizer that takes its own step."""
     check_training(optimizer)
     check_refusal()
 
@@ -177,7 +177,7 @@ def test_a_model_may_be_on_meta_in_part() -> None:
 
 
 def test_padded_calls_are_proven_before_there_are_weights() -> None:
-    """Whether padding changes a result does not depend on what the weights are."""
+    """The proof of padding needs no weights."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 4))
     tokens = torch.zeros(2, 5, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Steps of micro-batches train on the loss of the whole batch, or say by name why they cannot."""
+"""Steps of micro-batches train on the loss of the whole batch, or are refused by name."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Model(nn.Module):
 
 
 def inputs(ignored: bool = True) -> tuple[Tensor, Tensor]:
-    """Features, and targets of which parts have unequal counts other than zero: one part has none."""
+    """Return features, and targets whose parts have unequal non-zero counts; one part has none but zeros."""
     torch.manual_seed(1)
     y = torch.tensor([0, 0, 1, 2, 0, 3, 4, 1]) if ignored else torch.tensor([1, 2, 1, 2, 4, 3, 4, 1])
     return torch.randn(ROWS, WIDTH), y
 
 
 def penalty(model: Model) -> Tensor:
-    """A penalty on the parameters, which does not depend on the batch."""
+    """A penalty on the parameters, independent of the batch."""
     return 0.1 * model.layer.weight.square().sum()
 
 
@@ -103,7 +103,7 @@ OWN_SAMPLES: dict[str, Loss] = {
     "frozen batch norm": frozen,
     "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
 }
-"""Losses that read each sample alone, by its place in the batch or by an operator that is told how many there are."""
+"""Losses that read each sample alone, by its place in the batch or by an operator that knows the batch size."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=0.01),
@@ -131,14 +131,14 @@ def compare(model: nn.Module, batches: list[tuple[Tensor, ...]], make: Callable[
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED, *OWN_SAMPLES])
 def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
-    """Sums add up, means are averaged, and what is divided by a count is weighed by it; one part counts nothing."""
+    """The loss of micro-batches is the loss of the batch: sums add up, means are averaged, quotients are weighed."""
     batch = inputs(ignored=name in COUNTED)
     compare(Model({**PLAIN, **COUNTED, **OWN_SAMPLES}[name]), [batch, batch], OPTIMIZERS["sgd"])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
 def test_other_optimizers_train_alike(optimizer: str) -> None:
-    """Traced ones, and one that takes its own step on gradients that autograd adds up."""
+    """Traced optimizers and an optimizer that takes its own step train on the summed gradients."""
     compare(Model(COUNTED["ignored"]), [inputs()] * 3, OPTIMIZERS[optimizer])
 
 
@@ -179,7 +179,7 @@ UNLIKE: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
-    """Parts that branch otherwise than the batch, or of which that cannot be told."""
+    """A micro-batch that branches otherwise than the batch, or may do so, is refused."""
     model = Model(UNLIKE[name])
     step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
     with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to take the branches"):
@@ -245,7 +245,7 @@ def test_a_report_says_how_the_loss_was_weighed() -> None:
 
 
 def test_a_causal_model_of_transformers_trains_like_one_device() -> None:
-    """One sequence a part, with labels that are ignored."""
+    """A causal model of transformers trains on one-sequence micro-batches with ignored labels."""
     model, batch = build("llama", layers=1, width=16, inner=32, heads=2, words=32), words(PARTS, 8, 32)
     batch["labels"][0, :5] = -100
     alone = copy.deepcopy(model)

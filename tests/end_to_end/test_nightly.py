@@ -1,4 +1,4 @@
-"""The nightly run goes on where it stopped, and keeps what failed as code."""
+"""The nightly run continues at its last place, and writes failures as code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import nightly
 def test_shards_are_kept_and_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second run only reads; more shards are added to those there are."""
+    """A second run reads the finished shards, and runs only additional shards."""
     drawn = []
 
     def counted(data: st.DataObject, most_plans: int) -> int:

@@ -51,7 +51,7 @@ def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_training_equals_one_device() -> None:
-    """Loss and parameters of three steps, on the simulator; what the forward keeps is what lies on the host."""
+    """Loss and parameters of three steps on the simulator equal one device, with kept activations on the host."""
     plan = tightest_plan()
     assert plan.offload.nodes
     model, x = model_and_input()
@@ -68,7 +68,7 @@ def test_training_equals_one_device() -> None:
 
 
 def test_the_plan_says_what_it_offloads_and_is_saved(tmp_path: Path) -> None:
-    """In its text and breakdown, by module, and still when it is read again."""
+    """A plan's text, breakdown and saved file state the offloaded modules."""
     plan = tightest_plan()
     assert f"Offload: {len(plan.offload.nodes)} of {plan.offload.candidates} nodes" in str(plan)
     assert plan.predicted.breakdown["offload"] == pytest.approx(plan.offload.time_s)

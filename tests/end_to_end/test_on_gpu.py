@@ -55,7 +55,7 @@ def stepped(model: nn.Module, inputs: Inputs, **options: Any) -> tuple[list[Tens
 
 
 def assert_trained_alike(found: tuple[list[Tensor], dict[str, Tensor]], model: nn.Module, inputs: Inputs) -> None:
-    """Losses and parameters are those of one device."""
+    """Check that losses and parameters equal one device."""
     expected = train(model, inputs)
     torch.testing.assert_close(found[0], expected.losses, rtol=1e-5, atol=1e-6)
     assert found[1].keys() == expected.parameters.keys()

@@ -1,4 +1,4 @@
-"""Steps of several micro-batches do once what they can: gathers of weights; and add gradients up where they lie."""
+"""Steps of several micro-batches gather weights once where memory allows, and add gradients up in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.runtime.processes import checked_once, named, report
 LINE = Mesh({"data": 2})
 SHARDED = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
 ROOMY, SCARCE = 10**10, 1
-"""Bytes in which all has a place that could be held over micro-batches, and in which nothing has."""
+"""Memory that fits all values that a step could keep, and memory that fits none of these values, in bytes."""
 ROWS, LENGTH, WORDS, PARTS = 16, 32, 64, 4
 
 
@@ -78,7 +78,7 @@ def check_trains_alike(memory_budget: int = ROOMY) -> None:
 
 
 def phased_of(step: TrainStep) -> PhasedProgram:
-    """The program of a step that has run."""
+    """Return the program of a step that has run."""
     program = step.sharded.program
     assert program is not None
     return program.phased
@@ -91,13 +91,13 @@ def bits(step: TrainStep) -> list[Tensor]:
 
 
 def test_steps_train_like_one_device() -> None:
-    """Simulated ranks: what is held is of this step's parameters, not of the last one's."""
+    """Simulated steps use this step's parameters, never gathered weights of the previous step."""
     check_trains_alike()
 
 
 @pytest.mark.slow
 def test_the_bits_do_not_depend_on_what_is_held() -> None:
-    """With memory for all, and for nothing, under one plan."""
+    """The bits of a step under one plan do not depend on the memory for gathered weights."""
     roomy, scarce = map(bits, (compiled(), compiled(SCARCE)))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(roomy, scarce, strict=True))
 
@@ -115,7 +115,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of(step: TrainStep) -> Counter[str]:
-    """Count the calls of a step that is not the first."""
+    """Count the calls of the second step."""
     step(**batch(0))
     with Calls() as calls:
         step(**batch(1))
@@ -123,7 +123,7 @@ def calls_of(step: TrainStep) -> Counter[str]:
 
 
 def gathers(phase: fx.GraphModule) -> list[fx.Node]:
-    """The gathers of a phase, buckets of them as one."""
+    """Return a phase's gathers, with each bucket as one gather."""
     return phase.graph.find_nodes(op="call_function", target=ALL_GATHER)
 
 
@@ -133,7 +133,7 @@ def sources(node: fx.Node) -> set[fx.Node]:
 
 
 def gathered_weights(phased: PhasedProgram) -> list[fx.Node]:
-    """The forward's gathers of what is not of the batch."""
+    """Return the forward's gathers of values that do not depend on the batch."""
     placeholders = phased.forward.graph.find_nodes(op="placeholder")
     kinds = [phased.lowered.inputs[index].slot.kind for index in phased.forward_inputs]
     of_batch = {node for node, kind in zip(placeholders, kinds, strict=False) if kind is InputKind.INPUT}
@@ -141,7 +141,7 @@ def gathered_weights(phased: PhasedProgram) -> list[fx.Node]:
 
 
 def check_gathers() -> None:
-    """In enough memory each weight is gathered once per step, else once for each micro-batch."""
+    """Each weight is gathered once per step in enough memory, and once per micro-batch in little memory."""
     for budget in (ROOMY, SCARCE):
         step = compiled(budget)
         found = sum(count for name, count in calls_of(step).items() if "all_gather" in name)
@@ -161,7 +161,7 @@ def check_adds_in_place() -> None:
 
 
 def check_memory() -> None:
-    """The peak of a step is that of its program, with what is held, and one set of sums beside gradients."""
+    """The peak of a step equals its program's peak, with gathered weights and one set of gradient sums."""
     for step in (compiled(), compiled(SCARCE)):
         step(**batch(0))
         state = [item for kept in step.optimizer.state.values() for name, item in kept.items() if name != "step"]

@@ -1,4 +1,4 @@
-"""Methods of the user's model, called through the compiled one, give what one device gives: on two processes too."""
+"""Methods of the user's model give one device's results when called through the compiled model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def pair() -> tuple[Coder, Any]:
 
 
 def check_values_and_gradients() -> None:
-    """A method's result, and its gradients, are those of one device; parameters stay in pieces."""
+    """The result and gradients of a method equal one device, and parameters stay in pieces."""
     plain, sharded = pair()
     for name in ("encode", "score"):
         expected = getattr(plain, name)(tokens())
@@ -104,7 +104,7 @@ def check_changes_in_place() -> None:
 
 
 def check_submodules() -> None:
-    """Methods of submodules, and submodules called by themselves, run within `whole_parameters`."""
+    """Methods of submodules, and submodules called directly, run within `whole_parameters`."""
     plain, sharded = pair()
     with sharded.whole_parameters():
         found = sharded.inner(torch.ones(2, 8)), sharded.recurrent(torch.ones(2, 3, 8))[0]
@@ -114,7 +114,7 @@ def check_submodules() -> None:
 
 
 def check_errors_leave_parameters_in_place() -> None:
-    """A method that raises leaves the module as it was."""
+    """A method that raises leaves the parameters in pieces."""
     _, sharded = pair()
     before = dict(sharded.named_parameters())
     with pytest.raises(KeyError, match="on purpose"):
@@ -124,7 +124,7 @@ def check_errors_leave_parameters_in_place() -> None:
 
 
 def check_generate() -> None:
-    """Tokens of transformers' `generate` are those of one device: greedy, sampled, by beams, with a cache or none."""
+    """`generate` of transformers gives one device's tokens: greedy, sampled, by beams, with and without a cache."""
     sizes = {"words": 32, "width": 16, "inner": 24, "layers": 2, "heads": 2, "key_heads": 1, "length": 32}
     model: Any = build("llama", **sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=True).eval()
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Padding and packed sequences of transformers' models in micro-batches, of which only some have any."""
+"""Models of transformers train in micro-batches of which only some contain padding or packed sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("Llama", "Mistral", "Bert", "T5", "Bart")
 
 
 def padded(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model of transformers, and a batch of which two parts have padding and two have none."""
+    """Return a small model of transformers, and a batch of four parts, two with padding."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -62,7 +62,7 @@ def test_padded_batches_of_transformers_train_like_one_device(kind: str, axes: d
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
 def test_packed_sequences_train_like_one_device(axes: dict[str, int]) -> None:
-    """Rows of two sequences each, told apart by positions that begin anew."""
+    """Rows of two packed sequences, told apart by their positions, train as on one device."""
     model, batch = padded("Llama")
     lengths = torch.tensor([[3, 5], [4, 4], [8, 0], [8, 0], [2, 6], [5, 3], [7, 1], [1, 7]])
     positions = torch.stack([torch.cat([torch.arange(int(length)) for length in row]) for row in lengths])

@@ -1,4 +1,4 @@
-"""One plan of all stages: planned, saved, loaded, run; its memory is what its order has in flight."""
+"""One plan covers all stages: it is planned, saved, loaded and run, and predicts the memory in flight."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def planned(mesh: dict[str, int] = MESH, recipe: Recipe | None = None) -> Plan:
 
 
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
-    """`plan` gives stages and their order; a file of it is the same plan, which says micro-batches and schedule."""
+    """A plan with stages and their order is saved, read back equal, and sets micro-batches and schedule."""
     plan = planned(recipe=Recipe(schedule="GPipe", micro_batch=1))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -77,7 +77,7 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
 
 
 def test_an_order_without_a_backward_is_refused() -> None:
-    """The order of a plan that was edited is proven before it runs."""
+    """An edited plan without one backward is refused, because its order is proven before a step runs."""
     plan = planned()
     assert plan.order is not None
     *before, _ = plan.order.ranks[1]
@@ -87,7 +87,7 @@ def test_an_order_without_a_backward_is_refused() -> None:
 
 
 def test_stages_are_proven_again() -> None:
-    """All of them, with their cut backwards, and their order; and those of an evaluation."""
+    """All stages with their cut backwards, their order, and the stages of an evaluation can be verified again."""
     step, _, inputs = compiled("skips", Mesh(MESH), recipe=Recipe(schedule="InterleavedZeroBubble", virtual_stages=2))
     step(**inputs)
     report = autoshard.verify(step)
@@ -110,7 +110,7 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
 
 
 def test_stages_of_one_node_hand_on_inside_it() -> None:
-    """Two nodes hold two stages each; only the two middle stages hand on over the network."""
+    """With two stages on each of two nodes, only the two middle stages exchange messages over the network."""
     model, inputs = skips()
     node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
     asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "recipe": Recipe(micro_batch=2)}
@@ -133,14 +133,14 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
 
 
 def test_the_number_of_micro_batches_is_chosen() -> None:
-    """Numbers that no argument gives are searched: the fastest of a few by which the batch divides."""
+    """Without an argument, the fastest number of micro-batches that divides the batch is chosen."""
     plan = planned({"pipeline": 2}, Recipe())
     assert plan.order is not None
     assert plan.order.micro_batches in (2, 4, 8)
 
 
 def test_a_step_of_more_sequences_than_the_example() -> None:
-    """`global_batch` goes with a mesh too: the batch is cut as the plan says, and the plan runs it."""
+    """`global_batch` works with a mesh: the plan cuts the batch, and the step runs the plan."""
     model, inputs = skips()
     many = {name: torch.cat([value, value]) for name, value in inputs.items()}
     asked = {"example_inputs": inputs, "optimizer": adamw(model), "max_grad_norm": NORM, "precision": None}
@@ -169,7 +169,7 @@ def test_a_step_of_more_sequences_than_the_example() -> None:
     ],
 )
 def test_a_plan_of_another_step_is_refused(options: dict[str, Any], words: str) -> None:
-    """A plan that the call contradicts is refused by what differs."""
+    """A plan that contradicts the call is refused with the name of the difference."""
     mesh = Mesh(options.pop("mesh", MESH))
     plan, (_, inputs) = planned(), skips()
     settings = {"micro_batches": None, "example_inputs": inputs, **options}
@@ -185,7 +185,7 @@ def in_wide_stages(**options: Any) -> Any:
 
 
 def test_memory_has_what_the_order_has_in_flight() -> None:
-    """GPipe holds all micro-batches, 1F1B as many as there are stages; a budget between them decides."""
+    """GPipe holds all micro-batches and 1F1B as many as stages, so a budget in between decides the schedule."""
     one, all_of_them = (in_wide_stages(recipe=Recipe(schedule=name))[0].plan for name in ("1F1B", "GPipe"))
     most, least = all_of_them.predicted.peak_memory_bytes, one.predicted.peak_memory_bytes
     assert most > 2 * least
@@ -198,7 +198,7 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
 
 
 def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage that has no plan within less stays as it is, while the limits of other stages fall."""
+    """A stage without a plan in less memory is not planned once more while the limits of other stages fall."""
     search, asked = Planner.search_and_lower, []
 
     def noted(planner: Planner, program: Program, *others: Any) -> Any:
@@ -213,7 +213,7 @@ def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyP
 
 
 def _takes_what_is_predicted(**options: Any) -> None:
-    """The peak on each rank, and what micro-batches have in flight, are within 5 % of the plan's."""
+    """The peak of each rank, and the memory of micro-batches in flight, are within 5 % of the plan."""
     found = measure(*in_wide_stages(**options))
     assert found.worst_error < TOLERANCE, (options, found)
 
@@ -237,7 +237,7 @@ def test_measured_memory(name: str, outcomes: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"data": 2}], ids=["stages", "no stages"])
 def test_a_plan_of_micro_batches_is_proven(mesh: dict[str, int], tmp_path: Path) -> None:
-    """The example inputs are those of the whole batch, or of a micro-batch; nothing is run."""
+    """A plan is proven without running, whether the example inputs are a whole batch or a micro-batch."""
     model, inputs = skips()
     plan = autoshard.plan(
         model, Mesh(mesh), example_inputs=inputs, optimizer=adamw(model), max_grad_norm=NORM, precision=None,
@@ -256,7 +256,7 @@ def test_a_plan_of_micro_batches_is_proven(mesh: dict[str, int], tmp_path: Path)
 
 
 def test_a_damaged_order_is_not_proven() -> None:
-    """A task that is left out of a plan's order is named."""
+    """A plan whose order lacks a task is refused with the name of the task."""
     plan = planned({"pipeline": 2})
     assert plan.order is not None
     short = replace(plan, order=replace(plan.order, ranks=(plan.order.ranks[0][:-1], *plan.order.ranks[1:])))

@@ -72,7 +72,7 @@ def test_limits_are_planned_again() -> None:
 
 
 def test_formulas_are_sums_over_stages() -> None:
-    """Sizes of the whole model are those of a plan without stages; a rank has its share."""
+    """Sizes of a plan with stages sum to the whole model, and each rank has its share."""
     model, inputs = wide()
     recipe = Recipe(micro_batch=len(inputs["x"]) // 4)
     piped, flat = (
@@ -87,13 +87,13 @@ def test_formulas_are_sums_over_stages() -> None:
 
 
 def test_either_a_gap_is_shown_or_none() -> None:
-    """A plan with stages has no bound of its step, so it has no gap."""
+    """A plan with stages has no bound of its step, and therefore shows no gap."""
     assert (square().lower_bound, square().gap) == (None, None)
     assert "gap" not in str(square())
 
 
 def test_mistakes_are_named() -> None:
-    """A name that is none lists some that are, none of values that cross stages."""
+    """An unknown name raises an error that lists known names, without values that cross stages."""
     with pytest.raises(InvalidSpecError, match=r"explain\('nothing'\).*there are .*embed.weight") as raised:
         square().explain("nothing")
     assert "<" not in str(raised.value)

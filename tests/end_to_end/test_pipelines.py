@@ -163,7 +163,7 @@ def test_dropout_is_that_of_one_device() -> None:
 
 
 def test_evaluation_on_the_simulator_reads_trained_weights() -> None:
-    """After a step in stages, a call without gradients gives the loss of the model as it is then."""
+    """After a step in stages, a call without gradients reads the trained parameters."""
     step, model, inputs = compiled("skips", Mesh({"pipeline": 2, "data": 2}))
     step(**inputs)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_state_dict_goes_on_without_stages() -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_a_stage_without_gradients(schedule: str) -> None:
-    """A first stage that is frozen has nothing to do in the backward."""
+    """A frozen first stage has no task in the backward."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
     model[0].requires_grad_(False)
@@ -210,7 +210,7 @@ class Views(nn.Module):
 
 
 def test_stages_that_take_no_time() -> None:
-    """A stage of views alone, found by drawing: plans of it are as fast as each other."""
+    """Plans whose stage has only views, found by drawing, are all equally fast."""
     torch.manual_seed(0)
     model, x = Views(), torch.randn(16, 8, 8)
     expected = model(x).item()
@@ -238,7 +238,7 @@ def test_stages_that_take_no_time() -> None:
     ],
 )
 def test_refused_by_name(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """Stages refuse what they do not support in one sentence that names it."""
+    """Stages refuse an unsupported model in one sentence with the name of the obstacle."""
     model, inputs = skips()
     asked = {"optimizer": adamw(model), "micro_batches": 4, "max_grad_norm": NORM, **options}
     with pytest.raises(error, match=words):
@@ -260,7 +260,7 @@ def test_an_untraced_optimizer_is_refused() -> None:
 
 
 def test_hooks_on_gradients_are_refused() -> None:
-    """Gradients of stages are in no `.grad`, so hooks on them would not run."""
+    """Hooks on gradients are refused in stages, because stages fill no `.grad`."""
     step, model, inputs = compiled("skips", Mesh({"pipeline": 2}))
     next(model.parameters()).register_hook(lambda gradient: None)
     with pytest.raises(NotAvailableError, match="has hooks on its gradient"):
@@ -321,7 +321,7 @@ outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
 
 @pytest.mark.parametrize("name", named(CHECKS_OF_TWO, slow=["V", "interleaved"]))
 def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
-    """Two Gloo processes, a stage or two each."""
+    """Two Gloo processes with one or two stages each equal one device."""
     report(outcomes_of_two, name)
 
 

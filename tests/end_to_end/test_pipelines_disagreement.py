@@ -1,4 +1,4 @@
-"""Ranks of a pipeline that disagree, or do not come: one error on every rank, whatever ranks a stage has."""
+"""Ranks of a pipeline that disagree, or do not come, raise one error on every rank, for stages of any size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mesh_here() -> Mesh:
 
 
 def compiled(steps: int = 4, scale: float = 1.0, **asked: Any) -> Any:
-    """A step that all ranks have called, so that they compare calls the fast way."""
+    """Return a step that all ranks have called, so that later calls are compared the fast way."""
     model = Layers(scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     constraints = {"*weight": P("data"), "*bias": P()} if "data" in mesh_here().axis_names else {}
@@ -68,7 +68,7 @@ def compiled(steps: int = 4, scale: float = 1.0, **asked: Any) -> Any:
 
 
 def check_other_labels() -> None:
-    """Then they may go on."""
+    """Ranks with unequal labels raise, and may continue afterwards."""
     step = compiled()
     x, y = batch()
     assert_all_raise(RankMismatchError, "Ranks disagree about input:1", lambda: step(x, y + on_second_rank()))
@@ -83,7 +83,7 @@ def check_other_inputs_when_it_compiles() -> None:
 
 
 def check_another_last_micro_batch() -> None:
-    """Nothing was run of the ones before."""
+    """A difference in the last micro-batch is found before any micro-batch runs."""
     step = compiled()
     x, y = batch()
     before = state_of(step)
@@ -120,7 +120,7 @@ def check_another_shape() -> None:
 
 
 def check_evaluation_beside_training() -> None:
-    """One rank trains, another one evaluates; and inputs of an evaluation."""
+    """A rank that evaluates while another rank trains is found, and so are unequal inputs of an evaluation."""
     step = compiled()
     x, y = batch()
     with torch.no_grad():
@@ -137,13 +137,13 @@ def check_evaluation_beside_training() -> None:
 
 
 def check_other_parameters_when_it_compiles() -> None:
-    """One rank has other weights, of a stage that it does not run."""
+    """A rank with different weights for a stage of another rank is found when the step compiles."""
     match = "Ranks disagree about parameter 'second.weight'"
     assert_all_raise(RankMismatchError, match, lambda: compiled(scale=1.0 + (dist.get_rank() == 0)))
 
 
 def check_a_late_rank() -> None:
-    """Between two steps, of one that compares calls the fast way."""
+    """A late rank between two steps is named, although calls are compared the fast way."""
     step = compiled(options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(4.0)
@@ -186,7 +186,7 @@ def check_a_stage_asleep_amid_a_step() -> None:
 
 
 def check_a_parameter_changed() -> None:
-    """In place, by one of the ranks of a stage; on ranks of the other stage it is not there."""
+    """A write in place by one rank of a stage is found; ranks of the other stage lack the parameter."""
     for name in ("first.weight", "first.bias", "second.bias"):
         step = compiled()
         if on_second_rank():
@@ -207,7 +207,7 @@ def check_parameters_changed_by_all() -> None:
 
 
 def check_a_parameter_changed_through_data() -> None:
-    """Version counters do not show it: another rank of the stage does, a few steps later."""
+    """A write through `.data` is found a few steps later by another rank of the same stage."""
     step = compiled()
     bias = step.sharded.first.bias
     if on_second_rank() and not is_elsewhere(bias):
@@ -216,7 +216,7 @@ def check_a_parameter_changed_through_data() -> None:
 
 
 def check_rows_of_its_own() -> None:
-    """Rows that ranks of a stage loaded for themselves are compared with those of the other stage."""
+    """Rows that the ranks of one stage loaded by themselves are compared with the rows of the other stage."""
     step = compiled(micro_batches=1, constraints={"input:*": P("data")})
     mesh, (x, y) = step.sharded.engine.device_mesh, batch()
     place = mesh.get_coordinate()[0] * 2
@@ -230,7 +230,7 @@ def check_rows_of_its_own() -> None:
 
 
 OF_FOUR = ("a_parameter_changed", "a_parameter_changed_through_data", "rows_of_its_own")
-"""Checks of stages that have two ranks; the other ones are of stages of one."""
+"""Checks of stages with two ranks each; the remaining checks use stages with one rank."""
 
 ALSO_OF_FOUR = ("other_labels", "another_learning_rate", "parameters_changed_by_all")
 

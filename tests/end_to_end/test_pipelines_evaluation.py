@@ -1,4 +1,4 @@
-"""Calls without gradients run through the stages of a pipeline: outputs on every rank are those of one device."""
+"""Calls without gradients run through the pipeline, and every rank gets the outputs of one device."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def assert_evaluates(step: Any, reference: nn.Module, inputs: dict[str, Tensor],
 
 
 def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
-    """Before a step, which then trains the parameters where they are, and after two; another batch, too."""
+    """An evaluation before the first step, and after two steps, equals one device, for two batches."""
     step, _, inputs = in_stages(axes, **options)
     step.sharded.eval()
     assert_evaluates(step, trained(0)[0], inputs, torch.no_grad)
@@ -109,12 +109,12 @@ def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
     ids=["ZeRO-3", "V", "virtual stages"],
 )
 def test_simulated_stages_evaluate(axes: dict[str, int], options: dict[str, Any]) -> None:
-    """All outputs, wherever in the pipeline they are computed, before and after steps, for any batch."""
+    """Every output of simulated stages equals one device, wherever the pipeline computes the output."""
     evaluates_between_steps(axes, **options)
 
 
 def test_an_encoder_decoder_evaluates() -> None:
-    """Outputs of T5 in three stages: the loss, logits, and what the encoder gave."""
+    """T5 in three stages returns the loss, the logits and the encoder's output."""
     step, model, inputs = compiled("t5", Mesh({"pipeline": 3}))
     with torch.no_grad():
         found, expected = step.sharded(**inputs), model(**inputs)
@@ -124,7 +124,7 @@ def test_an_encoder_decoder_evaluates() -> None:
 
 
 def test_evaluation_keeps_to_the_stages_of_a_given_plan() -> None:
-    """A call before the first step puts parameters where the plan of steps has them."""
+    """An evaluation before the first step places the parameters as the plan of the step does."""
     model, inputs = heads()
     step, _, _ = in_stages({"pipeline": 4})
     step.sharded.eval()
@@ -136,7 +136,7 @@ def test_evaluation_keeps_to_the_stages_of_a_given_plan() -> None:
 
 
 def test_random_numbers_of_a_call_without_gradients() -> None:
-    """A model left in training draws what it draws without stages, and takes the head of training alone along."""
+    """A call without gradients in training mode draws the numbers of a model without stages."""
     found = []
     for axes in ({"pipeline": 2}, {"data": 1}):
         step, _, inputs = in_stages(axes)
@@ -202,7 +202,7 @@ outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
 
 @pytest.mark.parametrize("name", CHECKS_OF_TWO)
 def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
-    """Two Gloo processes, a stage or two each: every rank has every output."""
+    """Two Gloo processes with one or two stages each return every output on every rank."""
     report(outcomes_of_two, name)
 
 

@@ -85,7 +85,7 @@ def bytes_held(model: nn.Module) -> int:
 
 
 def check_weights_are_made() -> None:
-    """From meta a rank has memory for its stages alone; the weights are bitwise those of one device."""
+    """A rank makes the weights of its stages alone, bitwise equal to one device."""
     given = [0]
     original = distributed.memory_of
 
@@ -114,7 +114,7 @@ def check_weights_are_made() -> None:
 
 
 def check_what_a_stage_lacks_is_named() -> None:
-    """Weights of one stage are not there: every rank says so, and all go on once they are."""
+    """Missing weights of one stage are named on every rank, and training starts once the weights are there."""
     step, inputs = in_stages("gpt2")
     first = dist.get_rank() < dist.get_world_size() // 2
     for value in step.sharded.parameters() if first else ():
@@ -131,7 +131,7 @@ def check_what_a_stage_lacks_is_named() -> None:
 
 
 def check_files() -> None:
-    """Each rank reads its stages' parts; one folder has all stages, and transformers loads it."""
+    """Each rank reads its stages' parts and all stages write one folder, which transformers loads."""
     saved, inputs = gpt2(2)
     step, _ = in_stages("gpt2")
     with shared_folder() as folder:
@@ -155,7 +155,7 @@ def check_files() -> None:
 
 
 def check_files_that_do_not_fit() -> None:
-    """Every rank says what one rank finds wrong, and nothing is changed."""
+    """A wrong file that one rank finds is named on every rank, and no parameter changes."""
     step, inputs = in_stages("gpt2")
     step.init_weights(0)
     before = float(step(**inputs))
@@ -178,7 +178,7 @@ def check_files_that_do_not_fit() -> None:
 
 
 def check_state_dicts(folder: Path) -> None:
-    """Every rank's state dict names all; it goes on from its own, and from a plain one; the library saves it whole."""
+    """Every rank's state dict names all parameters, loads again, and is saved whole by the library."""
     step, inputs = in_stages()
     assert set(step.sharded.state_dict()) == set(skips()[0].state_dict())
     losses(step, inputs, SAVED)
@@ -200,7 +200,7 @@ def check_state_dicts(folder: Path) -> None:
 
 
 def check_torchs_functions(step: Any) -> None:
-    """Torch's own functions take and give back what the ranks hold; to gather it all is refused."""
+    """Torch's state-dict functions take and return the local stages; gathering a whole state is refused."""
     whole, module = StateDictOptions(full_state_dict=True), step.sharded
     for gather in (get_model_state_dict, partial(get_optimizer_state_dict, optimizers=step.optimizer)):
         with pytest.raises(NotAvailableError, match=r"other ranks of the axis 'pipeline'.*export\(path\)"):
@@ -231,7 +231,7 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: di
 
 
 def check_saving(folder: Path, name: str, mesh: Mesh, **options: Any) -> None:
-    """The same stages load what they saved and go on bit by bit; the expected losses are kept."""
+    """The same stages load their checkpoint and continue bit by bit."""
     step, inputs = in_stages(mesh=mesh, **options)
     checkpoints = Checkpoints(folder / name)
     losses(step, inputs, SAVED)
@@ -256,7 +256,7 @@ def check_loading(folder: Path, name: str, mesh: Mesh, *, planned: bool = True, 
 
 
 def check_damage(folder: Path, name: str) -> None:
-    """A byte of a file that holds one stage: the error is the same on all ranks, and training goes on."""
+    """A damaged byte in one stage's file raises the same error on all ranks, and training continues."""
     step, inputs = in_stages()
     step(**inputs)
     checkpoints = Checkpoints(folder / name)
@@ -327,7 +327,7 @@ def test_on_processes(outcomes: dict[str, str], name: str) -> None:
 
 @pytest.mark.slow
 def test_more_on_four_processes(tmp_path: Path) -> None:
-    """Four ranks in two stages, in four, and in virtual ones read each other's checkpoints, and files of others."""
+    """Four ranks in two, four and virtual stages read each other's checkpoints and other folders."""
     found = run_checks(bound(ON_FOUR_SLOWLY, tmp_path), ranks=4, deadline_s=600)
     for name in ON_FOUR_SLOWLY:
         report(found, name)
@@ -336,13 +336,13 @@ def test_more_on_four_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mesh", [ONE, STAGES], ids=str)
 def test_on_one_process(outcomes: dict[str, str], folder: Path, mesh: Mesh) -> None:
-    """One device, and simulated stages, go on from what four ranks saved in stages."""
+    """One device and simulated stages continue from a checkpoint of four ranks in stages."""
     report(outcomes, "saved in stages on 4")
     check_loading(folder, "four ranks", mesh)
 
 
 def test_the_library_reads_what_ranks_hold(outcomes: dict[str, str], folder: Path) -> None:
-    """All ranks' state dicts, saved by `torch.distributed.checkpoint`, are those of the whole model."""
+    """State dicts that all ranks saved by `torch.distributed.checkpoint` form the whole model."""
     report(outcomes, "state dicts on 2")
     check_the_library_reads(folder / "plain 2")
 
@@ -360,7 +360,7 @@ def check_the_library_reads(saved: Path) -> None:
 
 
 def test_simulated_stages_have_the_same_life(tmp_path: Path) -> None:
-    """On the simulator one process makes, reads, writes and saves all."""
+    """One process makes, reads, writes and saves all stages on the simulator."""
     saved, inputs = gpt2(2)
     saved.save_pretrained(tmp_path / "theirs")
     step = compiled(gpt2_on_meta()[0], inputs, SQUARE)

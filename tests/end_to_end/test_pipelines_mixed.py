@@ -1,6 +1,6 @@
-"""Stages of a pipeline with every other axis equal one device: losses, gradients, parameters after steps of AdamW.
+"""Pipelines combined with every other axis equal one device in losses, gradients, and parameters after AdamW.
 
-The gradients are those of the first step, clipped, as AdamW's first moments have them.
+The gradients are the clipped gradients of the first step, which AdamW's first moments contain.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def in_stages(name: str, axes: Mapping[str, int], constraints: Constraints, **op
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a mesh, what lies where, and how its step runs."""
+    """A model on a mesh, with its layout and the options of its step."""
 
     name: str
     axes: Mapping[str, int]
@@ -195,7 +195,7 @@ ON_PROCESSES: Mapping[int, Sequence[Case]] = {
         Case("gpt2", {"data": 2, "pipeline": 4}, ZERO[1], "GPipe"),
     ],
 }
-"""By number of processes."""
+"""The cases for each number of processes."""
 
 
 def check_held(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Mixed precision: any mesh computes what one device does under the same casts, and keeps float32 master weights."""
+"""Mixed precision on any mesh rounds as one device under equal casts, and keeps float32 master weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the changes of parameters and buffers in training; beside the values' own size they would go unseen."""
+    """Return the changes of parameters and buffers in training, because whole values would hide a small difference."""
     return {name: whole(value).double() - before[name].double() for name, value in model.state_dict().items()}
 
 
@@ -86,8 +86,8 @@ def train_alone(make: MakeOptimizer, dtype: torch.dtype, parts: int = 1) -> dict
 def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -> TrainStep:
     """Some steps equal one device but for rounding.
 
-    They differ by no more than a few times what one device in bfloat16 differs by from float32: a mesh rounds the same
-    values to the same type, once more for each part of a sum.
+    The allowed difference is a few times the difference between bfloat16 and float32 on one device. A mesh rounds the
+    same values to the same type, and rounds once more for each part of a sum.
     """
     model = Net(parts)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -119,7 +119,7 @@ def test_a_step_equals_one_device(make: MakeOptimizer, constraints: dict[str, P]
 
 
 def test_micro_batches_add_up_in_float32() -> None:
-    """Gradients are converted before they are added up."""
+    """Gradients of micro-batches are converted to float32 before the sum."""
     step = check_step(ADAMW, PAIR, 2, precision="bf16", constraints={"input:*": P("data")})
     phased = step.sharded.program.phased
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
@@ -150,7 +150,7 @@ def test_models_equal_one_device(name: str, mesh: Mesh) -> None:
 @given(st.data())
 @settings(max_examples=3)
 def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
-    """Every strategy of every node, casts among them, of any drawn program."""
+    """Every strategy of every node of a drawn program, casts included, equals one device."""
     mesh = data.draw(st.sampled_from([PAIR, SQUARE, Mesh({"data": 3})]))
     program = data.draw(programs())
     plan = data.draw(plans(program, mesh, precision="bf16"))
@@ -158,7 +158,7 @@ def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
 
 
 def test_dropout_is_the_same_on_any_mesh() -> None:
-    """Masks are drawn for values in bfloat16 as for others."""
+    """Dropout draws the same masks for bfloat16 as for float32."""
     losses = []
     for mesh in (Mesh({"data": 1}), SQUARE):
         torch.manual_seed(5)
@@ -185,7 +185,7 @@ def test_evaluation_computes_in_the_same_precision() -> None:
 
 
 def test_float16_is_for_inference() -> None:
-    """Training would need a scaled loss, which is refused by name before anything runs."""
+    """Training in float16 needs a scaled loss, and is refused by name before any computation."""
     model, (x, _) = Net(), batch(0)
     sharded = autoshard.compile(model, PAIR, precision="f16")
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_float16_is_for_inference() -> None:
 
 
 def test_a_plan_carries_its_precision(tmp_path: Path) -> None:
-    """It is saved, `compile` follows it, and a precision that contradicts it is refused."""
+    """A saved plan carries its precision, and a `compile` call with another precision is refused."""
     model, inputs = Net(), batch(0)
     options = {"example_inputs": inputs, "loss_fn": F.mse_loss}
     made = autoshard.plan(model, PAIR, optimizer="adamw", **options)
@@ -225,7 +225,7 @@ class Outputs(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_equal_one_device(kind: type[nn.Module]) -> None:
-    """On one device too, they read their weights from a list of their own."""
+    """Recurrent layers equal one device, and one device too reads their weights from the cast list."""
     torch.manual_seed(0)
     model = nn.Sequential(kind(8, 12, batch_first=True), Outputs(), nn.Linear(12, 4))
     check_plan(model, PAIR, (torch.randn(4, 5, 8),), precision="bf16").raise_if_different()
@@ -262,7 +262,7 @@ def block(width: int = 2048, ffn: int = 8192, rows: int = 4096) -> tuple[nn.Modu
 
 
 def test_memory_and_time_of_a_block() -> None:
-    """By hand: 4 bytes of master weights and 8 of moments for each parameter, products at the peak of bfloat16."""
+    """A parameter takes 4 bytes of master weight and 8 of moments, and products run at bfloat16's peak, by hand."""
     model, inputs = block()
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=8)
     options = {"example_inputs": inputs, "optimizer": "adamw", "constraints": ZERO_3}

@@ -26,7 +26,7 @@ SQUARE = Mesh({"data": 2, "model": 2})
 
 @cache
 def compiled(name: str, layout: str, layers: int) -> tuple[autoshard.ShardedModule, Inputs]:
-    """A model that the checks of a process share; the first of them trains it."""
+    """Compile a model for the checks of a process; the first check trains the model."""
     model, inputs = MODELS[name](layers)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     return autoshard.compile(model, mesh, constraints=layouts(name)[layout]), inputs
@@ -52,7 +52,7 @@ def check_one_axis() -> None:
 
 
 def check_dropout() -> None:
-    """Masks are those of a mesh of one, which each process simulates."""
+    """Masks equal the masks of a mesh of one rank, which each process simulates."""
     results = []
     for mesh, constraints in (
         (Mesh({"data": 1, "model": 1}), {}),
@@ -67,7 +67,7 @@ def check_dropout() -> None:
 
 
 def check_memory() -> None:
-    """The peak of what operators return is the predicted one; a graph that is retained runs backward twice."""
+    """The peak of the operators' results is the predicted peak; a retained graph runs backward twice."""
     sharded, inputs = compiled("gpt2", "data and tensor", 1)
     sharded.zero_grad()
     sharded(**inputs)["loss"].backward()
@@ -91,7 +91,7 @@ def check_memory() -> None:
 
 
 def check_a_new_shape_gathers_nothing() -> None:
-    """Parameters stay where they are while a call of another length is traced and planned."""
+    """Parameters stay in pieces while a call of another length is traced and planned."""
     sharded = autoshard.compile(small(), SQUARE, constraints={"0.weight": P("model"), "2.weight": P("data")})
     x, _ = batch()
     sharded(x)

@@ -1,4 +1,4 @@
-"""Names on the page of the public face exist, and importing them needs no optional package."""
+"""The names on the page of the public interface exist, and `import autoshard` needs no optional package."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _run(code: str) -> str:
 
 
 def test_an_import_brings_testing_without_its_libraries() -> None:
-    """`autoshard.testing` is an attribute, imported when it is asked for."""
+    """`autoshard.testing` is an attribute that is imported at its first use."""
     code = "import sys, autoshard\nprint([name for name in ('hypothesis', 'pytest') if name in sys.modules])\n"
     assert _run(f"{code}{_STEP}{_CHECK}").splitlines()[0] == "[]"
 
 
 def test_plans_are_checked_without_hypothesis() -> None:
-    """A report comes; only what draws is refused, by name."""
+    """Plans are checked without hypothesis; only the drawing functions are refused by name."""
     printed = _run(f"{_WITHOUT_HYPOTHESIS}import autoshard\n{_STEP}{_CHECK}")
     assert "equal one device" in printed
     code = "import autoshard\n" + "".join(
@@ -47,7 +47,7 @@ def test_plans_are_checked_without_hypothesis() -> None:
 
 
 def test_names_that_are_not_there_are_refused_as_ever() -> None:
-    """By `AttributeError`, which `getattr` with a default understands."""
+    """A missing name raises `AttributeError`, which `getattr` with a default understands."""
     for module in (autoshard, autoshard.testing):
         with pytest.raises(AttributeError, match=rf"module '{module.__name__}' has no attribute 'nothing'"):
             getattr(module, "nothing")  # noqa: B009

@@ -1,4 +1,4 @@
-"""What plans of unlike models answer, on unlike clusters: pricing or planning what they name confirms each figure."""
+"""Questions of plans of unlike models on unlike clusters: pricing or planning each answer confirms its figures."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.end_to_end.questioned import (
 )
 
 SHARES = (None, 0.95, 0.6)
-"""Of the memory that the fastest recipe takes; None: all of the device's."""
+"""Shares of the memory of the fastest recipe; None: all of the device's memory."""
 
 
 def confirm(name: str, cluster: PricedCluster, item: Outcome) -> Plan:
-    """A recipe that is stated has the price that is stated."""
+    """Check that a stated recipe has its stated price."""
     assert item.recipe is not None
     again = price(name, cluster, item.recipe)
     if item.fits:
@@ -47,7 +47,7 @@ def confirm(name: str, cluster: PricedCluster, item: Outcome) -> Plan:
 
 
 def confirm_compared(plan: Plan, item: Outcome, other: Plan) -> None:
-    """So has the comparison with a plan of it."""
+    """Check that a stated recipe, compared with the plan's recipe, has its stated difference."""
     found = plan.compare(other)
     if item.fits:
         assert found.step_time_s == (plan.predicted.step_time_s, item.step_time_s)
@@ -61,14 +61,14 @@ def confirm_compared(plan: Plan, item: Outcome, other: Plan) -> None:
 
 
 def answered(answer: WhyNot) -> tuple[Variant, ...]:
-    """The plans that it states; it can be printed, and be written as JSON."""
+    """Return the plans of an answer, which can be printed and written as JSON."""
     assert answer.feature in str(answer)
     json.dumps(answer.to_json())
     return answer.variants
 
 
 def check_why_not(name: str, place: str, plan: Plan, feature: str) -> int:
-    """Each way is done by its recipe, or, of what the plan does, is not; none is faster."""
+    """Check each answer of `why_not`: its recipe uses the feature, or drops a feature of the plan, and is no faster."""
     answer, asked = plan.why_not(feature), FEATURES[feature]
     assert plan.recipe is not None
     assert bool(answer.used) == asked.is_used(plan.recipe)
@@ -113,7 +113,7 @@ ANY_NUMBER = st.integers(0, 999)
 def test_pricing_confirms_what_prices_of_recipes_answer(
     name: str, place: str, share: float | None, question: str
 ) -> None:
-    """They answer for other ways and other hardware."""
+    """Prices of recipes answer for other features and other hardware."""
     try:
         plan_of_recipe(name, place, share)
     except DoesNotFitError:
@@ -126,7 +126,7 @@ def test_pricing_confirms_what_prices_of_recipes_answer(
 @pytest.mark.parametrize("place", UNIFORM)
 @pytest.mark.parametrize("name", OTHERS)
 def test_pricing_confirms_what_plans_of_other_peoples_models_answer(name: str, place: str) -> None:
-    """They answer for every feature and limit, with plenty of memory and with little."""
+    """Plans of other people's models answer for every feature and limit, with plenty of memory and with little."""
     for share in SHARES:
         try:
             plan_of_recipe(name, place, share)
@@ -137,14 +137,14 @@ def test_pricing_confirms_what_plans_of_other_peoples_models_answer(name: str, p
 
 
 def replan_of(plan: Plan) -> PlanAgain:
-    """What plans a plan again."""
+    """Return the plan's callable that plans once more after a change."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     return plan.alternatives.replan
 
 
 def check_feature(plan: Plan, feature: str) -> None:
-    """The best plan with an axis's role takes the step that is stated, and uses the axis so."""
+    """Check that planning with a role for an axis gives the stated figures, and uses the axis in that role."""
     again, answer = replan_of(plan), plan.why_not(feature)
     for item in answered(answer):
         if not item.name.startswith(f"{feature} over "):
@@ -172,7 +172,7 @@ def check_spec(name: str, place: str, mesh: str, plan: Plan, value: str) -> None
 
 
 def check_specs(name: str, place: str, mesh: str, question: str, number: int) -> None:
-    """What a plan of specs answers."""
+    """Check every answer of a plan of specs."""
     plan = plan_of_specs(name, UNIFORM[place], mesh)
     if question == "explain":
         check_spec(name, place, mesh, plan, list(plan.parameters)[number % len(plan.parameters)])

@@ -27,7 +27,7 @@ ONE, PAIR, SQUARE, THREE = Mesh({"a": 1}), Mesh({"data": 2}), Mesh({"data": 2, "
 
 
 def _drawn(family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int]) -> tuple[list[Tensor], Tensor]:
-    """All outputs, and the gradient of the parameter, with the same seed; split as `spec` says."""
+    """Return all outputs and the gradient of the parameter for one seed, with the input split by `spec`."""
     draws = FAMILIES[family]
     constraints = {"input:0": spec}
     sharded = autoshard.compile(Drawing(draws, shape[1]), mesh, constraints=constraints)
@@ -50,7 +50,7 @@ def _drawn(family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int])
 def test_every_operator_draws_what_one_rank_draws(
     family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int]
 ) -> None:
-    """Values are the same bits, and the gradients those of the same draws."""
+    """Every random operator draws one rank's bits, and passes the gradients of the same draws."""
     found, found_gradient = _drawn(family, mesh, spec, shape)
     expected, expected_gradient = _drawn(family, ONE, P(), shape)
     for name, value, reference in zip(FAMILIES[family], found, expected, strict=True):
@@ -59,7 +59,7 @@ def test_every_operator_draws_what_one_rank_draws(
 
 
 class Diffusion(nn.Module):
-    """A training step of diffusion: a time and noise for each sample, the loss what is found of the noise."""
+    """A training step of a diffusion model with a random time and random noise for each sample."""
 
     def __init__(self, width: int = 16, times: int = 10) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _three_steps(model: nn.Module, latents: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("mesh", [PAIR, SQUARE, THREE], ids=str)
 def test_a_diffusion_model_trains_as_on_one_rank(mesh: Mesh) -> None:
-    """Three steps, each with noise and times of its own; gradients pass by what is drawn."""
+    """A diffusion model trains for three steps as on one rank, each step with fresh noise and times."""
     trainings = []
     for chosen in (mesh, ONE):
         spec = P(chosen.axis_names[0])
@@ -111,7 +111,7 @@ def test_a_diffusion_model_trains_as_on_one_rank(mesh: Mesh) -> None:
 
 
 def test_the_loss_is_distributed_as_on_one_device() -> None:
-    """The mean over many calls is that of plain PyTorch, within five standard errors of both."""
+    """The mean loss over many calls equals plain PyTorch's mean within five standard errors."""
     plain, latents = _diffusion(), _latents(64)
     sharded = autoshard.compile(_diffusion(), PAIR)
     torch.manual_seed(3)
@@ -127,7 +127,7 @@ class _Noise(nn.Module):
 
 
 def test_a_seed_starts_the_sequence_and_calls_go_on_in_it() -> None:
-    """Two calls differ; torch.manual_seed with another seed begins another sequence, restart the same one."""
+    """Two calls draw unequal numbers, and a seed of `torch.manual_seed` determines the sequence."""
     sharded, x = autoshard.compile(_Noise(), PAIR), torch.zeros(4, 4)
     torch.manual_seed(3)
     first, second = sharded(x), sharded(x)
@@ -143,7 +143,7 @@ def test_a_seed_starts_the_sequence_and_calls_go_on_in_it() -> None:
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
 def test_evaluation_draws_too(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Sampling draws in eval() and without gradients, each call anew, the same on every mesh."""
+    """A model draws in eval() and without gradients, fresh numbers in each call, equal on every mesh."""
     samples = []
     for mesh in (PAIR, ONE):
         sharded, x = (
@@ -159,7 +159,7 @@ def test_evaluation_draws_too(context: Callable[[], AbstractContextManager[None]
 
 
 def test_layers_are_dropped_by_what_is_drawn() -> None:
-    """A branch on what is drawn takes the same way on every mesh, another each call; one that is impossible never."""
+    """A branch on a random number goes the same way on every mesh, and freshly in each call."""
 
     class LayerDrop(nn.Module):
         def __init__(self, p: float) -> None:
@@ -184,7 +184,7 @@ def test_layers_are_dropped_by_what_is_drawn() -> None:
 
 
 def test_two_operators_and_two_elements_draw_different_numbers() -> None:
-    """Each call of an operator is a site of its own, a layer that is called twice too."""
+    """Each call of an operator draws its own numbers, also two calls of one layer."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -199,7 +199,7 @@ def test_two_operators_and_two_elements_draw_different_numbers() -> None:
 
 
 def test_micro_batches_draw_fresh_numbers() -> None:
-    """The loss of a step of two micro-batches is the mean over the next two seeds; not twice that of one."""
+    """Two micro-batches of a step use the next two seeds."""
 
     class Draws(nn.Module):
         def __init__(self) -> None:
@@ -239,7 +239,7 @@ class _Masked(nn.Module):
 
 
 def test_recomputed_numbers_are_the_first_ones() -> None:
-    """The seed is a value of the program: what is drawn anew in the backward equals what the forward drew."""
+    """Random numbers recomputed in the backward equal the forward's numbers, because the program keeps the seed."""
     x = torch.linspace(-1.0, 1.0, 48).reshape(8, 6)
     program = trace(_Masked(), (x,))
     prepared = prepare(program).nodes_by_name()
@@ -270,7 +270,7 @@ def _reads(node: fx.Node, names: Collection[str]) -> bool:
 
 
 def check_on_gloo() -> None:
-    """Outputs are those of a mesh of one, which each process simulates."""
+    """Outputs equal the outputs of a mesh of one rank, which each process simulates."""
     found, gradient = _drawn("of values", PAIR, P("data"), (4, 6))
     expected, expected_gradient = _drawn("of values", ONE, P(), (4, 6))
     for value, reference in zip(found, expected, strict=True):
@@ -279,5 +279,5 @@ def check_on_gloo() -> None:
 
 
 def test_processes_draw_what_one_rank_draws() -> None:
-    """Two Gloo processes, each with its half of the rows."""
+    """Two Gloo processes with half of the rows each draw the numbers of one rank."""
     report(run_checks({"draws": check_on_gloo}, ranks=2), "draws")

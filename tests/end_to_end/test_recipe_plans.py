@@ -1,4 +1,4 @@
-"""Plans within recipes: one price, whoever asks, and what was planned runs and equals one device."""
+"""Plans within recipes have one price for every caller, run, and equal one device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REFUSED = (
 
 
 def cluster_of(devices: int) -> Cluster:
-    """So many H100s in one box."""
+    """Return a cluster of H100s in one node."""
     return Cluster("h100_sxm", nodes=1, devices_per_node=devices)
 
 
@@ -108,7 +108,7 @@ def staged_recipes(draw: st.DrawFn) -> Recipe:
 
 
 def check_price(plan: Plan, cluster: Cluster) -> None:
-    """The plan, the same specs in a problem without the recipe, and the walk of the lowered program say the same."""
+    """Check that the plan, a plan of its specs without the recipe, and the walk of its program agree on the time."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     asked = plan.alternatives.replan.planned
@@ -145,7 +145,7 @@ def trained_alone(layers: int = 1, steps: int = 3) -> tuple[list[torch.Tensor], 
 
 
 def check_runs(plan: Plan, mesh: Any, layers: int = 1) -> None:
-    """A plan that `compile` runs computes what one device does."""
+    """Check that a plan computes the numbers of one device."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
     step = autoshard.compile(model, mesh, optimizer=ADAMW(model.parameters()), plan=plan)
     losses, parameters = trained_alone(layers)
@@ -175,7 +175,7 @@ def test_one_price_and_it_runs(recipe: Recipe) -> None:
 @settings(max_examples=max(1, EXAMPLES // 10))
 @given(recipe=staged_recipes())
 def test_recipes_with_stages_run(recipe: Recipe) -> None:
-    """Each stage is planned within the recipe; the step is cut as it says, and three steps equal one device."""
+    """Each stage is planned within the recipe, and three steps in the recipe's micro-batches equal one device."""
     layers = 4 if recipe.virtual_stages > 1 or recipe.stage_layers else 2
     plan = plan_of(recipe, cluster_of(recipe.devices), layers=layers)
     assert (plan.runs, plan.recipe) == (True, recipe)
@@ -213,7 +213,7 @@ def test_blocks_that_a_model_has_not_are_refused() -> None:
     ],
 )
 def test_recipes_with_experts_run(recipe: Recipe, split: set[str], within: set[str]) -> None:
-    """An axis "expert" has experts shared out, "model" splits each of them or none; a step equals one device."""
+    """Axis "expert" splits experts, "model" splits each expert or none, and a step equals one device."""
     model, inputs = ARCHITECTURES["mixtral"].build()
     inputs = {name: torch.cat([value] * 2) for name, value in inputs.items()}
     alone = copy.deepcopy(model)
@@ -237,7 +237,7 @@ def test_recipes_with_experts_run(recipe: Recipe, split: set[str], within: set[s
 
 
 def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
-    """Where parameters lie, what is computed again and in how many parts; it is saved with all that."""
+    """A plan places parameters, recomputes and cuts the batch as its recipe states, and is saved with the recipe."""
     plan = plan_of(Recipe(data=2, zero=3, tensor=2, micro_batch=2, recompute="full"), cluster_of(4), layers=2)
     assert plan.mesh == Mesh({"data": 2, "model": 2})
     matrices = [item for item in plan.parameters.values() if len(item.shape) > 1]
@@ -253,7 +253,7 @@ def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
 
 
 def test_what_a_recipe_leaves_free_is_searched() -> None:
-    """Over a mesh, no slower than one of the recipes within it, but for the gap at which searches end."""
+    """Fields without a value are searched over a mesh, and the result is as fast as the best recipe but for the gap."""
     free, complete = Recipe(data=2), Execution(data=2, micro_batch=4).recipe
     found = plan_of(free, cluster_of(2))
     assert found.micro_batches == 1
@@ -266,7 +266,7 @@ def test_what_a_recipe_leaves_free_is_searched() -> None:
 
 @pytest.mark.parametrize(("recipe", "words"), REFUSED)
 def test_what_has_no_program_yet_is_refused_by_name(recipe: Recipe, words: str) -> None:
-    """And another runtime's price of it is there."""
+    """A recipe without a program is refused by name, and still has a price under another runtime."""
     with pytest.raises(NotAvailableError, match=words):
         plan_of(recipe, cluster_of(4))
 
@@ -282,7 +282,7 @@ def test_a_recipe_that_is_not_of_the_devices_is_refused() -> None:
 
 
 def test_a_step_has_the_micro_batches_of_its_plan() -> None:
-    """Others are refused; and the price of another runtime is no plan to run."""
+    """Another number of micro-batches than the plan's is refused, and so is the price under another runtime."""
     plan = plan_of(Recipe(data=2, micro_batch=2), Mesh({"data": 2}))
     model, inputs = decoder(SHAPE)
     with pytest.raises(PlanMismatchError, match="a step of 2 micro-batches, and micro_batches=4"):

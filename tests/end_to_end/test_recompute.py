@@ -16,7 +16,7 @@ PAIR = Mesh({"data": 2})
 
 
 def tight_plan(name: str, share: float, *, dropout: float = 0.0, **asked: object) -> Plan:
-    """The plan that may take only a share of the memory that the fastest one takes."""
+    """Return a plan in a share of the memory of the fastest plan."""
     model, inputs = MODELS[name](dropout=dropout)
     options = {"precision": None, **asked}
     fastest = autoshard.plan(model, PAIR, example_inputs=inputs, **options)
@@ -38,7 +38,7 @@ def test_training_equals_one_device(name: str) -> None:
 
 @pytest.mark.slow
 def test_dropout_draws_the_same_mask_again() -> None:
-    """With a seed, recomputed dropout equals a mesh of one, which keeps its masks."""
+    """Recomputed dropout equals a mesh of one rank, which keeps its masks."""
     plan = tight_plan("gpt2", 0.55, dropout=0.2)
     assert any("dropout" in node.name or "attention" in node.name for node in plan.recompute.nodes)
     trainings = []
@@ -51,7 +51,7 @@ def test_dropout_draws_the_same_mask_again() -> None:
 
 
 def test_constraints_hold_and_a_plan_is_saved(tmp_path: Path) -> None:
-    """Specs are those asked for; the plan says what it recomputes, and still does when it is read again."""
+    """Constraints hold in a plan with recomputation, and a saved plan states its recomputed nodes."""
     plan = tight_plan("gpt2", 0.85, constraints={"input:*": P("data"), "*.weight": P()})
     assert {item.spec for name, item in plan.parameters.items() if name.endswith(".weight")} == {P()}
     assert plan.predicted.breakdown["recompute"] > 0

@@ -80,7 +80,7 @@ def _split_plan(model: nn.Module, inputs: dict[str, Tensor]) -> Plan:
 @pytest.mark.parametrize("is_split", [False, True], ids=["chosen", "split"])
 @pytest.mark.parametrize(("kind", "options"), _KINDS)
 def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:
-    """Losses, gradients and parameters of three steps are those of the module that was given."""
+    """Losses, gradients and parameters of three steps equal the given module."""
     inputs = _batch()
     plan = _split_plan(_classifier(kind, **options), inputs) if is_split else None
     sharded = _compile(_classifier(kind, **options), SQUARE, plan)
@@ -90,7 +90,7 @@ def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, A
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "options"), [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {})])
 def test_dropout_between_layers_does_not_depend_on_the_mesh(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
-    """The same seed gives the same masks on a mesh of one; and there are masks."""
+    """Dropout between layers draws equal masks on any mesh, and drops some elements."""
     inputs, options = _batch(), {**options, "num_layers": 2, "dropout": 0.4}
     trainings = []
     for mesh in (Mesh({"data": 1, "model": 1}), SQUARE):
@@ -117,7 +117,7 @@ def test_large_batches_are_split_by_choice() -> None:
 @pytest.mark.parametrize("mesh", [Mesh({"model": 4}), Mesh({"model": 3}), SQUARE], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> None:
-    """Five sequences of seven steps, and every value split unevenly that can be."""
+    """Five sequences of seven steps equal one device with every possible value split unevenly."""
     model, inputs = _classifier(kind, bidirectional=True), _batch(5, 7)
     plan = most_uneven_plan(trace(model, (), inputs), mesh)
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
@@ -137,7 +137,7 @@ def test_packed_sequences_equal_one_device(kind: type[nn.RNNBase], options: dict
 
 
 class Decoder(nn.Module):
-    """A cell that is called for each step, as attention decoders do."""
+    """A decoder that calls a cell for each step, as attention decoders do."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()

@@ -111,6 +111,6 @@ def test_other_types_are_refused(given: Any) -> None:
 
 @pytest.mark.parametrize("prepare", [nn.Module.bfloat16, nn.Module.double, lambda model: model.requires_grad_(False)])
 def test_a_model_without_gradients_of_float32_is_refused(prepare: Callable[[nn.Module], nn.Module]) -> None:
-    """There is nothing to round."""
+    """A model without float32 gradients is refused, because there is no gradient to round."""
     with pytest.raises(NotAvailableError, match="is for gradients of float32 parameters, and this model trains"):
         autoshard.compile(prepare(network()), MESH, options=autoshard.Options(reduce_dtype="bf16"))

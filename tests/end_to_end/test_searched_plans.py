@@ -1,4 +1,4 @@
-"""`plan(global_batch=)`: what it finds, `compile` runs, and it equals one device; or one error says what does."""
+"""`compile` runs each plan of `plan(global_batch=)` and equals one device, or the error states a way out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def searched(target: Cluster, **options: Any) -> Plan:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Two to eight devices in one box or two, as fast as they are or as much slower as the model is smaller."""
+    """Draw two to eight devices in one or two nodes, at full speed or as much slower as the model is smaller."""
     nodes, each = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 4)]))
     node, slower = node_type("h100_sxm"), draw(st.sampled_from([1.0, 1e4]))
     peaks = {name: peak / slower for name, peak in node.device.peak_flops.items()}
@@ -71,7 +71,7 @@ def test_what_is_found_runs(target: Cluster, constraints: dict[str, Any]) -> Non
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 def test_experts_that_are_found_run() -> None:
-    """A Mixtral whose experts are shared out, as asked."""
+    """A Mixtral whose experts are split by the search equals one device."""
     model, inputs = ARCHITECTURES["mixtral"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = autoshard.plan(
@@ -102,7 +102,7 @@ def test_experts_that_are_found_run() -> None:
     ],
 )
 def test_without_a_program_there_is_no_plan(options: dict[str, Any], words: str) -> None:
-    """The error says which call has one; the price under another runtime is a plan that does not run."""
+    """An error without a runnable recipe names a call that has a plan; a price under another runtime does not run."""
     model, inputs = decoder(replace(SHAPE, layers=LAYERS))
     asked = {"example_inputs": inputs, "optimizer": "adamw", "global_batch": BATCH, **options}
     with pytest.raises(NotAvailableError, match=words):
@@ -114,7 +114,7 @@ def test_without_a_program_there_is_no_plan(options: dict[str, Any], words: str)
 
 
 def test_momentum_by_name_has_a_plan() -> None:
-    """SGD with a momentum of 0.9; a step of it runs the plan."""
+    """SGD with a momentum of 0.9 has a plan, which a step runs."""
     model, inputs = decoder(replace(SHAPE, layers=LAYERS))
     plan = searched(Cluster("h100_sxm", 1, 2), optimizer="sgd_momentum")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -122,7 +122,7 @@ def test_momentum_by_name_has_a_plan() -> None:
 
 
 def test_stages_have_a_plan_when_time_is_short() -> None:
-    """A search that time cuts ends within the recipe that was found: its plan runs."""
+    """A search that its time limit ends returns a plan of its best recipe, which runs."""
     plan = searched(Cluster("h100_sxm", 1, 4), constraints={"pipeline": 4}, time_budget_s=5.0)
     assert plan.runs
     assert len(plan.stages) >= 4
@@ -145,7 +145,7 @@ class Normalised(nn.Module):
 
 
 def test_where_the_fastest_recipe_has_no_plan_the_next_has() -> None:
-    """Stages do not share buffers that change: a pipeline has no plan, and a mesh without one is planned."""
+    """A fastest recipe without a plan gives way to the next: stages cannot share changing buffers, a mesh can."""
     model, inputs = Normalised(), (torch.randn(8, 64),)
     asked: dict[str, Any] = {"optimizer": "sgd", "precision": "f32", "global_batch": 8, "example_inputs": inputs}
     cluster = Cluster("h100_sxm", 1, 4)
@@ -158,7 +158,7 @@ def test_where_the_fastest_recipe_has_no_plan_the_next_has() -> None:
 
 @pytest.mark.slow
 def test_a_plan_in_stages_is_asked_questions() -> None:
-    """By the price of its recipe, beside other recipes; a search begins with its recipe again."""
+    """A plan in stages answers questions by the price of its recipe, and starts a new search from its recipe."""
     cluster = Cluster("h100_sxm", 1, 2)
     plan = searched(cluster, constraints={"pipeline": 2})
     answer = plan.why_not("fsdp")

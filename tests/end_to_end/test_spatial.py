@@ -58,7 +58,7 @@ def _spatial_axes(_: Site, strategy: Strategy) -> int:
 
 
 def _cut(program: Program, mesh: Mesh) -> Plan:
-    """A plan that cuts images wherever it can, and checks that it is so."""
+    """Return a plan with images cut wherever possible, after a check that the plan cuts an image."""
     plan = greedy_plan(program, mesh, _spatial_axes)
     windows = [plan.nodes[node.name] for node in program.graph.nodes if _has_windows(str(node.target))]
     assert len(windows) > 15
@@ -82,7 +82,7 @@ def test_a_network_on_pieces_of_images_equals_one_device(mesh: Mesh, training: b
 
 
 class Rows(nn.Module):
-    """Operators that need whole rows: norms, softmax, scans, extremes, statistics."""
+    """A model of operators that need whole rows: norms, softmax, scans, extremes, statistics."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ CHECKS = {"images": check_images_on_processes, "rows": check_rows_on_processes}
 
 @pytest.mark.slow
 def test_on_processes() -> None:
-    """Four Gloo processes compute what one device computes."""
+    """Four Gloo processes compute the numbers of one device."""
     outcomes = run_checks(CHECKS)
     for name in CHECKS:
         report(outcomes, name)
@@ -160,7 +160,7 @@ def test_on_processes() -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, None, None, "a")], ids=str)
 def test_an_input_is_constrained_to_pieces(mesh: Mesh, spec: P) -> None:
-    """Whatever the planner does with it."""
+    """A constraint splits an input, whatever the planner does with the input later."""
     model, inputs = _network(training=False)
     plan = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"input:0": spec}, precision=None)
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()

@@ -1,4 +1,4 @@
-"""Outputs with processes: DTensors as the plan has them, whole ones, the loss alone; and what is computed with them."""
+"""Outputs on processes are DTensors of the plan, whole tensors or the loss alone, and can be computed with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Found:
 
 
 class Net(nn.Module):
-    """A classifier of each of three positions, with its loss where targets are given."""
+    """A classifier of each of three positions, with a loss if targets are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def ranks() -> int:
 
 
 def compiled(constraints: dict[str, P] | None = None, **options: Any) -> tuple[ShardedModule, nn.Module]:
-    """The model on all processes in one line, its batch split if nothing else is asked, and a plain one."""
+    """Return the model on all processes in one line, with a split batch by default, and a plain model."""
     constraints = BY_ROWS if constraints is None else constraints
     sharded = autoshard.compile(Net(), Mesh({"data": ranks()}), constraints=constraints, **options)
     assert isinstance(sharded, ShardedModule)
@@ -97,7 +97,7 @@ def check_they_lie_as_planned() -> None:
 
 
 def check_bytes_on_the_wire() -> None:
-    """A call in evaluation sends nothing but what the loss is made of: less than any output."""
+    """A call in evaluation sends the parts of the loss alone, fewer bytes than any output has."""
     x, y = batch()
     for options in ({}, {"options": autoshard.Options(outputs="loss")}):
         sharded, _ = compiled(**options)
@@ -113,7 +113,7 @@ def check_bytes_on_the_wire() -> None:
 
 
 def check_whole() -> None:
-    """With gather_outputs=True all are plain tensors, but for those in constraints."""
+    """With gather_outputs=True all outputs are plain tensors, except for outputs in constraints."""
     sharded, plain = compiled(
         {name: spec for name, spec in BY_ROWS.items() if name != "output:1"},
         options=autoshard.Options(gather_outputs=True),
@@ -137,7 +137,7 @@ LAYOUTS: dict[str, dict[str, P]] = {
 
 
 def check_further_computation() -> None:
-    """Losses of the logits with plain targets, from a model that returns none, under every layout."""
+    """Losses of the logits with plain targets train under every layout."""
     criteria = {
         "cross entropy": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()),
         "of classes in the middle": lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y),
@@ -167,7 +167,7 @@ def only_logits(network: nn.Module) -> Any:
 
 
 def check_both_ways_back() -> None:
-    """A loss of the model and one made of its logits: the other output's gradient comes in as a DTensor."""
+    """A model's loss plus a loss of its logits trains, although the gradient of the logits arrives as a DTensor."""
     sharded, plain = compiled()
     x, y = batch()
     for network in (sharded, plain):
@@ -247,7 +247,7 @@ def check_options_differ() -> None:
 
 
 def check_partial_gradients() -> None:
-    """A gradient that is partial, or lies otherwise than its output, is taken for what it is."""
+    """A gradient that is partial, or placed otherwise than its output, is converted."""
     sharded, plain = compiled()
     x, _ = batch()
     found, expected = sharded(x).logits, plain(x).logits
@@ -278,7 +278,7 @@ def check_transformers() -> None:
 
 
 def check_lengths() -> None:
-    """Outputs of padded calls are cut back where they lie, on a split dim too."""
+    """Outputs of padded calls are cut to the given length, also along a split dim."""
     for spec in (P("data"), P(None, "data")):
         model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).eval()
         sharded = autoshard.compile(
@@ -298,7 +298,7 @@ def check_lengths() -> None:
 
 
 class Wide(nn.Module):
-    """Returns its loss, and beside it scores that the loss does not need."""
+    """A model that returns a loss, and scores that the loss does not need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class Wide(nn.Module):
 
 
 def check_memory() -> None:
-    """Outputs that nobody asks for take none: measured, and predicted."""
+    """Unread outputs take no memory, as measured and as predicted."""
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     peaks, predicted = {}, {}
     for outputs in ("all", "loss"):
@@ -362,7 +362,7 @@ def _plan_with(options: autoshard.Options, x: torch.Tensor) -> autoshard.Plan:
 
 
 def test_what_was_planned_runs() -> None:
-    """A plan of all outputs serves a step, and outputs="loss"; one of the loss alone is refused for more, by name."""
+    """A plan of all outputs serves a step and outputs="loss"; a plan of the loss alone is refused for other outputs."""
     x, mesh = torch.randn(8, 6), Mesh({"data": 2})
     every = autoshard.plan(Wide(), mesh, example_inputs=(x,), precision=None)
     alone = _plan_with(autoshard.Options(outputs="loss"), x)

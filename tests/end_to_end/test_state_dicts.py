@@ -1,4 +1,4 @@
-"""Torch's own functions for state dicts beside a model on ranks: parts and whole ones, saved and loaded."""
+"""Torch's functions for state dicts save and load parts and whole values of a model on ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wholes(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_state_is_restored(kind: Callable[..., Any], options: StateDictOptions | None) -> None:
-    """Steps repeat, bit by bit, after torch's functions give back the state that they took before."""
+    """Steps repeat bit by bit after torch's functions restore an earlier state."""
     step = compiled(kind)
     model, optimizer = step.sharded, step.optimizer
     losses(step)
@@ -130,7 +130,7 @@ def plain_losses(model: nn.Module, optimizer: Any, count: int = 3) -> list[Tenso
 
 
 def check_parts_and_wholes() -> None:
-    """`state_dict()` has the parts that ranks hold, without a copy; `full_tensor` of each is what one device has."""
+    """`state_dict()` has the ranks' parts without a copy, and `full_tensor` of a part is one device's value."""
     step = compiled(TRACED)
     losses(step)
     state = step.sharded.state_dict()
@@ -148,7 +148,7 @@ def check_parts_and_wholes() -> None:
 
 
 def check_frozen_and_strict() -> None:
-    """Options of torch's functions: without frozen parameters; what is missing is an error unless it may be."""
+    """Torch's options leave out frozen parameters, and allow missing parameters on request alone."""
     model = Tied(dropout=0.1)
     model.linear.requires_grad_(False)
     sharded = autoshard.compile(model, PAIR, example_inputs=(TOKENS,), constraints=ROWS)

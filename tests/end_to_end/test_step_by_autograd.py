@@ -1,4 +1,4 @@
-"""Steps whose gradients somebody looks at: hooks on parameters and optimizers, gradients that were there before."""
+"""Steps run by autograd for hooks on parameters and optimizers, and for gradients from earlier calls."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 
 def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
-    """Two steps, two with the change, two without it, and one on gradients that were there before."""
+    """Steps with the change, without the change, and onto earlier gradients equal one device."""
     model = Perceptron(6, 8, 4)
     reference = copy.deepcopy(model)
     optimizer, plain = make(model), make(reference)
@@ -105,7 +105,7 @@ def test_hooks_run_and_gradients_are_added(name: str, make: str) -> None:
 
 
 def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By the name of the parameter."""
+    """The log names the parameter once as the reason for autograd."""
     model = Perceptron(6, 8, 4)
     step = autoshard.compile(model, MESH, optimizer=adamw(model))
     model.up.weight.register_hook(lambda grad: grad)
@@ -118,7 +118,7 @@ def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_parameters_may_come_later() -> None:
-    """A layer that is added with a group of its own is trained; a frozen one is not."""
+    """An added layer in its own parameter group is trained, and a frozen layer is not."""
     model = Perceptron(6, 8, 4)
     reference = copy.deepcopy(model)
     optimizer, plain = adamw(model), adamw(reference)
@@ -136,7 +136,7 @@ def test_parameters_may_come_later() -> None:
 
 
 def test_parameters_that_the_optimizer_lost_are_named() -> None:
-    """A parameter that was replaced is no longer the optimizer's."""
+    """A replaced parameter, which the optimizer no longer updates, is named."""
     model = Perceptron(6, 8, 4)
     step = autoshard.compile(model, MESH, optimizer=adamw(model))
     step(X)

@@ -1,4 +1,4 @@
-"""Models that read memory by strides: what they see does not depend on where values lie."""
+"""Models that read memory by strides get the same strides under any split."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_windows_of_permuted_memory_equal_one_device(constraints: dict[str, auto
 
 
 def test_memory_with_gaps_is_refused_where_it_moves() -> None:
-    """A reshard does not move the gaps between elements, so moving them is refused."""
+    """A reshard that would lose gaps between elements is refused."""
     constraints = {"input:0": P("model")}
     with pytest.raises(NotAvailableError, match=r"as_strided.*reads memory by strides"):
         autoshard.compile(Gaps(), MESH, example_inputs=(torch.randn(6, 8),), constraints=constraints)
@@ -74,11 +74,11 @@ PERMUTED: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor
     "batch_norm": ((1, 2, 3, 0), lambda x: functional.batch_norm(x, None, None, training=True)),
     "view": ((1, 2, 3, 0), lambda x: x.flatten(1, 2).unflatten(0, (2, 2))),
 }
-"""Operators whose kernels go by memory, each with the order that dims are brought into before."""
+"""Operators whose kernels depend on memory, each with the order of dims in front of the operator."""
 
 
 class Permuted(nn.Module):
-    """An operator on a value in which the trace sees the usual order of memory again, and channels last of frames."""
+    """A model that permutes a value, so that the trace has usual memory order, or channels-last frames."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ class Permuted(nn.Module):
 
 
 def _splits_the_first_permute(site: Site, strategy: Strategy) -> int:
-    """How many axes split it, where the value is moved; elsewhere how few, so that it is gathered behind it."""
+    """Constrain the permuted value to be split by most axes if the value is moved, else by fewest axes."""
     count = sum(len(axes) for spec in (*strategy.inputs, *strategy.outputs) for axes in spec.dims)
     return count if site.name == "permute" else -count
 
 
 @pytest.mark.parametrize("name", PERMUTED)
 def test_operators_get_the_order_of_memory_that_they_demand(name: str) -> None:
-    """Behind a gather dims lie in order, not as in the trace; copies into the order demanded are in the plan's peak."""
+    """Operators get their required memory order behind a gather, and the plan's peak has the copies."""
     torch.manual_seed(0)
     model, inputs = Permuted(name), (torch.randn(4, 4, 4, 4),)
     program = trace(model, inputs)

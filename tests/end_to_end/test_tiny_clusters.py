@@ -36,13 +36,13 @@ def mixtral() -> Built:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model, and devices ten thousand times slower than an H100, as the model is smaller than what those train.
+    """A model, and devices ten thousand times slower than an H100, because the model is small.
 
     Args:
         build: model and inputs.
-        nodes, devices: boxes, and devices in each.
-        slower: how many times links inside and between boxes are slower than those of an H100's.
-        memory_bytes: of each device; None: an H100's.
+        nodes, devices: number of nodes, and of devices in a node.
+        slower: factor by which links inside and between nodes are slower than an H100's.
+        memory_bytes: memory of a device; None: an H100's memory.
         batch: sequences of a step.
     """
 
@@ -54,7 +54,7 @@ class Tiny:
     batch: int = 8
 
     def cluster(self) -> Cluster:
-        """The devices, and what joins them."""
+        """Return the devices and their links."""
         node = node_type("h100_sxm")
         peaks = {name: peak / 1e4 for name, peak in node.device.peak_flops.items()}
         bandwidth = node.device.memory_bandwidth_bytes_per_s / 1e4
@@ -84,7 +84,7 @@ TINY = {
 
 @cache
 def planned(name: str) -> Plan:
-    """The plan that is found, within no constraint."""
+    """Return the plan of an unconstrained search."""
     tiny = TINY[name]
     model, inputs = tiny.build()
     asked: dict[str, Any] = {"example_inputs": inputs, "precision": None, "global_batch": tiny.batch}
@@ -112,7 +112,7 @@ def test_what_is_found_trains_as_one_device(name: str) -> None:
 
 
 def test_each_way_to_split_is_chosen_somewhere() -> None:
-    """By price alone: nothing is pinned."""
+    """The search chooses each kind of split for some case by price alone."""
     recipes = [planned(name).recipe for name in TINY]
     for way in ("data", "tensor", "context", "expert", "pipeline"):
         assert any(recipe is not None and (getattr(recipe, way) or 1) > 1 for recipe in recipes), way

@@ -1,4 +1,4 @@
-"""Trust: what was compiled can be verified again, and kernels can stand in without changing it."""
+"""A compiled model can be verified again, and generated kernels keep its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models import Perceptron
 
 
 def test_a_compiled_model_verifies() -> None:
-    """The report counts nodes and names the rules it rests on; a training step verifies too."""
+    """A compiled model verifies with a report of its nodes and rules, and so does a training step."""
     sharded = autoshard.compile(Perceptron(), Mesh({"x": 2}), example_inputs=(torch.randn(4, 8),))
     report = autoshard.verify(sharded)
     assert report.nodes > 10

@@ -24,7 +24,7 @@ MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]
 
 @pytest.fixture(autouse=True)
 def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pad every input of a program with NaN, or with indices that are out of range."""
+    """Pad every input of a program with NaN, or with indices out of range."""
 
     def shard_all(tensor: torch.Tensor, *args: object) -> list[torch.Tensor]:
         if tensor.dtype is torch.bool:
@@ -38,7 +38,7 @@ def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
-    """Every value that can be is split unevenly; heads of attention and the vocabulary are among them."""
+    """Plans with every possible value split unevenly, heads and vocabulary among the split dims, equal one device."""
     model, inputs = odd()
     program = trace(model, (), inputs)
     plan = most_uneven_plan(program, mesh)
@@ -51,7 +51,7 @@ def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
 
 @given(programs(), st.sampled_from(MESHES))
 def test_uneven_plans_of_drawn_programs_equal_one_device(program: DrawnProgram, mesh: Mesh) -> None:
-    """Whatever the blocks are."""
+    """Uneven plans of drawn programs equal one device."""
     plan = most_uneven_plan(trace(program.model, program.inputs), mesh)
     check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
 

@@ -1,4 +1,4 @@
-"""A table of uses: what one device computes, compiling computes too, or refuses in a sentence. Nothing is silent."""
+"""A table of uses: a compiled model computes one device's numbers, or refuses the use in a sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE: tuple[Use, ...] = tuple(use for module in MODULES for use in module.USES)
 
 
 def outcome(use: Use) -> str:
-    """ "equal", or the sentence in which the use is refused; raises where it is neither."""
+    """Return "equal", or the sentence that refuses the use; raise if the numbers differ."""
     expected = use.script(one_device)
     if use.refused is not None:
         with pytest.raises(autoshard.AutoshardError, match=use.refused) as refusal:
@@ -38,7 +38,7 @@ def outcome(use: Use) -> str:
 
 
 class _Check:
-    """One use as a check of processes, which is pickled by its name."""
+    """A use as a check of processes, pickled by its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,13 +54,13 @@ on_processes = checked_once(ON_PROCESSES, ranks=2)
 
 @pytest.mark.parametrize("use", [use for use in TABLE if not use.processes], ids=lambda use: use.name)
 def test_simulated(use: Use) -> None:
-    """A use on two simulated ranks computes what one device computes, or is refused."""
+    """A use on two simulated ranks computes one device's numbers, or is refused."""
     outcome(use)
 
 
 @pytest.mark.parametrize("name", ON_PROCESSES)
 def test_two_ranks(name: str, on_processes: dict[str, str]) -> None:
-    """A use on two Gloo ranks computes what one device computes, or is refused."""
+    """A use on two Gloo ranks computes one device's numbers, or is refused."""
     assert on_processes[name] == ""
 
 

@@ -1,4 +1,4 @@
-"""Models whose Python depends on values that training changes: on parameters, and on what dropout gives."""
+"""Models whose Python depends on changing values, of parameters or behind dropout, equal one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR = Mesh({"data": 2})
 
 
 class Branches(nn.Module):
-    """Takes one of two ways by the sign of what its first layer gives."""
+    """A model that branches on the sign of its first layer's output."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class Branches(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture that gathers the rows of each expert, and adds what it makes of them back.
+    """A mixture that gathers the rows of each expert, and adds the results back.
 
     Args:
-        skips: leave out experts without rows, as Python sees them.
-        hit: loop over the experts that have rows, as transformers' models do.
+        skips: leave out experts without rows, by a Python branch.
+        hit: loop over the experts with rows, as transformers' models do.
     """
 
     def __init__(self, *, skips: bool = False, hit: bool = False, dropout: float = 0.0) -> None:
@@ -100,7 +100,7 @@ def check_a_branch_that_flips() -> None:
 
 
 def check_a_traced_step() -> None:
-    """The step's program is looked up by the parameters as they are."""
+    """The program of a step is looked up by the present values of the parameters."""
     data, model, reference = batches(8, 4, 8), Branches(), Branches()
     step: Any = autoshard.compile(model, PAIR, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert step.is_traced
@@ -110,7 +110,7 @@ def check_a_traced_step() -> None:
 
 
 def check_a_branch_in_bfloat16() -> None:
-    """The guard sees the casts that were traced: what it takes the first time it takes the second."""
+    """The guard casts as the trace does, so the second call takes the branch of the first call."""
     (x,) = batches(1, 4, 8)
     sharded: Any = autoshard.compile(Branches(), PAIR, precision="bf16")
     assert torch.equal(whole(sharded(x)), whole(sharded(x)))
@@ -118,7 +118,7 @@ def check_a_branch_in_bfloat16() -> None:
 
 
 def check_experts() -> None:
-    """The numbers of rows change at every step; one program serves them all, in ten steps on fresh data."""
+    """One program serves ten steps on fresh data, although the numbers of rows change at every step."""
     data = batches(10, 2, 8, 8)
     sharded: Any = autoshard.compile(Experts(), PAIR)
     assert_all_close(train(sharded, data), train(Experts(), data))
@@ -149,7 +149,7 @@ def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
 
 
 def test_a_branch_on_what_dropout_gives() -> None:
-    """A call takes the way of the mask that it draws itself: the same ones on one device and on two."""
+    """A branch behind dropout follows the call's own mask, equally on one device and on two."""
     (x,) = batches(1, 4, 8)
     found: list[list[Tensor]] = []
     for mesh in (Mesh({"data": 1}), PAIR):
@@ -179,7 +179,7 @@ def test_parameters_changed_by_hand_are_seen() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["skips", "hit"])
 def test_experts_that_python_chooses(how: str) -> None:
-    """A program for each set of experts that have rows, and not for each number of rows: two sets occur here."""
+    """There is one program for each set of experts with rows, two in this test, whatever the numbers of rows."""
     data = batches(10, 2, 8, 8)
     data[4] = data[4][:1, :1].expand(2, 8, 8).clone()  # all tokens go to two experts
     sharded: Any = autoshard.compile(Experts(**{how: True}), PAIR)
@@ -189,7 +189,7 @@ def test_experts_that_python_chooses(how: str) -> None:
 
 @pytest.mark.slow
 def test_experts_with_dropout() -> None:
-    """Each element of a row is dropped as in one process that holds all of it."""
+    """Dropout drops the same elements of an expert's rows as one process does."""
     data, found = batches(4, 2, 8, 8), []
     for mesh in (Mesh({"data": 1}), PAIR):
         torch.manual_seed(3)
@@ -200,7 +200,7 @@ def test_experts_with_dropout() -> None:
 
 
 class Attends(nn.Module):
-    """Branches behind products of transposed heads, which lie in memory in another way than the trace has it."""
+    """A model that branches behind products of transposed heads, whose memory order differs from the trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Attends(nn.Module):
 
 
 def test_a_branch_behind_attention() -> None:
-    """A known program is found again: what its guards read is computed as the trace has it."""
+    """A branch behind attention finds its program again, because guards compute as the trace does."""
     (x,) = batches(1, 2, 4, 8)
     sharded: Any = autoshard.compile(Attends(), PAIR)
     for _ in range(3):

@@ -57,7 +57,7 @@ def engine_on(sizes: dict[str, int]) -> DistributedEngine:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new folder, the same on all ranks."""
+    """Return a new folder that all ranks share."""
     names = [tempfile.mkdtemp() if rank_of_this() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(names)
@@ -94,9 +94,9 @@ def load(model: nn.Module, engine: DistributedEngine, path: Path) -> None:
 
 
 def check_both_ways(name: str, layout: str) -> None:
-    """Shards load files of transformers, and transformers loads files of shards: the same tensors, equal logits.
+    """Ranks load files of transformers, and transformers loads the ranks' files, with equal tensors and logits.
 
-    Blocks are of a few bytes, and of any size.
+    Blocks have a few bytes, or any size.
     """
     transformers.utils.logging.disable_progress_bar()
     sizes, lie = LAYOUTS[layout]
@@ -123,7 +123,7 @@ def check_both_ways(name: str, layout: str) -> None:
 
 @contextmanager
 def by_blocks_of(most_bytes: int) -> Iterator[None]:
-    """Within, so many bytes are read, gathered or written at a time."""
+    """Within this context, blocks of the given size in bytes are read, gathered or written."""
     with (
         mock.patch("autoshard.runtime.weights.load_weights.BLOCK_BYTES", most_bytes),
         mock.patch("autoshard.runtime.weights.export_weights.BLOCK_BYTES", most_bytes),
@@ -133,7 +133,7 @@ def by_blocks_of(most_bytes: int) -> Iterator[None]:
 
 
 def check_each_rank_reads_its_slices() -> None:
-    """The bytes read are those of the shards, an expert's too, which is a file's tensor of its own."""
+    """Each rank reads the bytes of its shards alone, also for an expert in a tensor of its own."""
     name = "mixtral, experts apart in files"
     engine, saved = engine_on(SQUARE), build(name)
     with shared_folder() as folder:
@@ -198,7 +198,7 @@ def check_types() -> None:
 
 
 def check_errors_are_the_same_on_every_rank() -> None:
-    """A file that one rank finds damaged, or other files on one rank: every rank names it, and nothing is changed."""
+    """A damaged file, or unequal folders, raise an error on every rank before any parameter changes."""
     engine, rank = engine_on(FOUR), dist.get_rank()
     with shared_folder() as folder:
         saved, mine = build("llama"), folder / str(rank)
@@ -224,7 +224,7 @@ def check_errors_are_the_same_on_every_rank() -> None:
 
 
 def check_a_slow_rank_is_waited_for() -> None:
-    """A rank that reads for longer than the time limit shows that it is at work; an error of another kind is told."""
+    """A slow reader shows its progress past the time limit, and its errors reach all ranks."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     engine = DistributedEngine(mesh, timeout_s=2.0)
 
@@ -244,7 +244,7 @@ def check_a_slow_rank_is_waited_for() -> None:
 
 
 def check_a_full_disk_is_told_to_every_rank() -> None:
-    """The ranks that gather do not wait for the one that writes; then all go on."""
+    """Gathering ranks do not wait for a rank with a full disk, and all ranks continue afterwards."""
     engine = engine_on(FOUR)
     model = placed(build("llama"), engine, LAYOUTS["rows"][1])
 
@@ -263,7 +263,7 @@ def check_a_full_disk_is_told_to_every_rank() -> None:
 
 
 def check_a_step_trains_on() -> None:
-    """A compiled step takes weights before it has a plan and after, trains, and exports what one device has then."""
+    """A compiled step loads weights before and after planning, trains, and exports one device's values."""
     saved, inputs = llama()
     with shared_folder() as folder:
         if dist.get_rank() == 0:
@@ -297,7 +297,7 @@ def check_a_step_trains_on() -> None:
 
 
 def check_from_meta(build_model: Callable[[], tuple[nn.Module, dict[str, Any]]], *, with_optimizer: bool) -> None:
-    """A model on meta has the weights of files, and buffers that no file has, once it is loaded; it exports them."""
+    """A model from meta has the weights of files, makes buffers without a file, and exports all values."""
     saved, inputs = build_model()
     with shared_folder() as folder:
         if rank_of_this() == 0:
@@ -374,7 +374,7 @@ def test_on_the_simulator(with_optimizer: bool) -> None:
 
 
 def test_a_model_without_values_is_not_exported(tmp_path: Path) -> None:
-    """Before it has a plan, and before it has weights."""
+    """A model without a plan or without weights is not exported."""
     with torch.device("meta"):
         model, inputs = llama()
     sharded = autoshard.compile(model, autoshard.Mesh(PAIR))

@@ -1,4 +1,4 @@
-"""The whole training step as one program: what any plan of it leaves equals torch's own optimizer on one device."""
+"""Any plan of a whole training step leaves the values of torch's own optimizer on one device."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_step(
     outputs: int = 5,
     **options: Any,
 ) -> TrainStep:
-    """Some steps with a schedule; losses, parameters, buffers and state are those of one device."""
+    """Check losses, parameters, buffers and state of some steps with a schedule."""
     optimizer, reference = two_groups(make, model), two_groups(make, plain)
     step = autoshard.compile(model, mesh, optimizer=optimizer, loss_fn=F.mse_loss, max_grad_norm=limit, **options)
     assert isinstance(step, TrainStep)
@@ -144,7 +144,7 @@ def assert_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimi
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_is_that_of_one_device(kind: str, dtype: torch.dtype, foreach: bool) -> None:
-    """Each optimizer with two groups, clipping and a schedule, on uneven sizes, beside both of torch's own loops."""
+    """Each optimizer with two groups, clipping and a schedule equals both of torch's loops, on uneven sizes."""
     make = partial(OPTIMIZERS[kind], foreach=foreach)
     tolerance = 1e-11 if dtype == torch.float64 else 2e-5
     step = check_step(net(dtype), net(dtype), make, SQUARE, tolerance=tolerance, limit=0.3, outputs=7)
@@ -155,7 +155,7 @@ def test_a_step_is_that_of_one_device(kind: str, dtype: torch.dtype, foreach: bo
 @pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_micro_batches_add_up(constraints: dict[str, P], micro_batches: int) -> None:
-    """Gradients of parts are summed where they lie, and clipped and used once."""
+    """Gradients of micro-batches are summed in place, and clipped and used once."""
     options = {"constraints": constraints, "micro_batches": micro_batches, "limit": 0.5}
     step = check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
     if constraints is ZERO_1:
@@ -214,7 +214,7 @@ def test_state_goes_on_elsewhere() -> None:
 
 
 def test_changed_options_need_no_other_program() -> None:
-    """Learning rate, betas, weight decay: all may change from step to step."""
+    """Learning rate, betas and weight decay may change at each step without a new program."""
     model, plain = small(), small()
     optimizer, reference = (OPTIMIZERS["adamw"](item.parameters()) for item in (model, plain))
     step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
@@ -236,7 +236,7 @@ def test_changed_options_need_no_other_program() -> None:
 
 
 def test_a_parameter_that_joins_later_counts_its_own_steps() -> None:
-    """A model whose calls differ in what they use: each parameter's bias correction follows its own steps."""
+    """Each parameter's bias correction follows the steps of that parameter, although calls use unequal sets."""
 
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -260,7 +260,7 @@ def test_a_parameter_that_joins_later_counts_its_own_steps() -> None:
 
 
 def test_an_optimizer_that_is_not_traced_takes_its_own_step(caplog: pytest.LogCaptureFixture) -> None:
-    """It is named in the log, and refused under strict=True."""
+    """An optimizer that is not traced takes its own step with a line in the log, and is refused under strict=True."""
     model, plain = small(), small()
     optimizer, reference = (torch.optim.RMSprop(item.parameters(), lr=0.01) for item in (model, plain))
     with caplog.at_level(logging.WARNING, "autoshard"):
@@ -286,7 +286,7 @@ def test_nothing_to_train_is_said() -> None:
 
 
 def test_a_plan_of_a_step_is_saved_and_used(tmp_path: Any) -> None:
-    """A plan made by `plan` serves `compile` with the same optimizer, and the program is the plan's."""
+    """A plan made by `plan` serves `compile` with the same optimizer."""
     model = small()
     made = autoshard.plan(
         model, LINE, example_inputs=batch(0), loss_fn=F.mse_loss, optimizer="adamw", constraints=ZERO_1
@@ -343,7 +343,7 @@ def check_state_on_gloo() -> None:
 
 
 def check_state_made_when_built_on_gloo() -> None:
-    """An optimizer that takes its own step and makes its state when it is built, as Adagrad does, is fresh."""
+    """An optimizer that makes its state when built, such as Adagrad, starts with fresh state."""
     model, plain = small(), small()
     make = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.2)
     optimizer, reference = make(model.parameters()), make(plain.parameters())
@@ -364,7 +364,7 @@ def check_state_made_when_built_on_gloo() -> None:
 
 
 def check_memory_on_gloo() -> None:
-    """The peak of a step with its state is the predicted one, under each layout."""
+    """The measured peak of a step with its state is the predicted peak, under each layout."""
     for constraints in (ZERO_1, ZERO_3):
         model = small(256, 8)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -383,7 +383,7 @@ UPDATES = {"triton": "triton_adam_updates_", "auto": "adam_updates_"}
 
 
 def check_kernels_on_gloo() -> None:
-    """One launch updates each group of parameters, where pieces of them are put together behind it too."""
+    """One launch updates each group of parameters, also in front of a gather of their pieces."""
     for constraints, (backend, name) in product((ZERO_1, ZERO_3), UPDATES.items()):
         made, right = [], BucketUpdates.__call__
 

@@ -1,4 +1,4 @@
-"""Train a model for a few steps, and compare what came out."""
+"""Train a model for a few steps, and compare the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Training:
 def train(
     model: nn.Module, inputs: Mapping[str, Any], steps: int = 3, *, lr: float = 1e-2, eps: float = 1e-4
 ) -> Training:
-    """A plain PyTorch loop with AdamW, of a model that returns its loss alone or under "loss".
+    """Train in plain PyTorch with AdamW; the model returns its loss alone or under "loss".
 
-    Its eps defaults to 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW
-    divides rounding noise by its own size, and any other order of summation moves the parameter by up to lr.
+    The default eps is 1e-4, not torch's 1e-8. If a true gradient is zero, such as a key bias in attention, AdamW
+    divides rounding noise by its own size. Another order of summation would then move the parameter by up to lr.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     losses, gradients = [], {}
@@ -62,7 +62,7 @@ def assert_equal(found: Training, expected: Training) -> None:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Each element equals its own reference within 1e-5 of it, and 1e-6."""
+    """Check that each element is within 1e-5 of its reference, relative, plus 1e-6."""
     difference = (found - expected).abs()
     excess = difference - (RELATIVE * expected.abs()).clamp(min=FLOOR)
     count = int((excess > 0).sum())

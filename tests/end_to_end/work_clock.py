@@ -1,7 +1,7 @@
-"""Time that is counted in products of matrices: what communication a program hides, exactly, on a machine of any load.
+"""A clock that counts matrix products, and measures hidden communication exactly under any load.
 
-`WorkClock` goes on by the products that a process runs, and by its waits. `walk` says what the order of a lowered
-program comes to under the same clock, and `hideable_s` what could be hidden in any order that keeps the phases.
+`WorkClock` advances with the products of a process and with its waits. `walk` computes the waits of a lowered program
+under the same clock. `hideable_s` computes the time that any order of the program's phases could hide.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flops(operator: Any, args: Sequence[Any]) -> float:
 
 
 class WorkClock(TorchDispatchMode):
-    """A clock for `delayed_mesh` that goes on by what runs under it as a mode."""
+    """A clock for `delayed_mesh` that advances with the operators under its dispatch mode."""
 
     def __init__(self, flops_per_s: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class WorkClock(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of a program: how long it takes on a free link, and how long it is waited for."""
+    """A collective of a program, with its duration on a free link and the wait for its result."""
 
     name: str
     sent_bytes: int
@@ -116,15 +116,15 @@ class _Walk:
 
 
 def walk(phased: PhasedProgram, rig: Rig) -> list[Sent]:
-    """Return the transfers of a program, in the order in which it waits for them."""
+    """Return the transfers of a program in the order of their waits."""
     return _Walk(rig).run(phased)
 
 
 def hideable_s(plain: PhasedProgram, rig: Rig) -> float:
-    """Seconds of communication that products of the same phase could hide, in whatever order.
+    """Return the seconds of communication that products of the same phase could hide in any order.
 
-    A collective of a program without buckets can be hidden by products that it neither needs nor feeds.
-    A phase hides no more seconds than its products take.
+    Products hide a collective if they neither need its result nor feed its input. A phase hides at most the duration of
+    its products.
     """
     return sum(_hideable_s(graph_module.graph, plain, rig) for graph_module in plain.phases.values())
 
@@ -161,7 +161,7 @@ def products_s(phased: PhasedProgram, rig: Rig) -> float:
 
 
 def share_hidden(plain: PhasedProgram, sent: Sequence[Any], rig: Rig) -> float:
-    """How much of what could be hidden is: `sent` is what was sent and waited for, here or on processes."""
+    """Return the hidden part of the hideable seconds; `sent` has the transfers of a program or of processes."""
     could_s = hideable_s(plain, rig)
     total_s = sum(item.duration_s for item in walk(plain, rig))
     exposed_s = sum(item.waited_s for item in sent)

@@ -1,4 +1,4 @@
-"""Every example runs, as a user would run it."""
+"""Every example runs as a user would run the example."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def _example(name: str) -> str:
 
 
 def test_quickstart_equals_one_device(tmp_path: Path) -> None:
-    """Both lines show the same loss."""
+    """Both lines of the quickstart print one loss."""
     losses = re.findall(r"loss (\S+)", run_python(_example("quickstart.py"), folder=tmp_path))
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
@@ -56,7 +56,7 @@ def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...]
 
 
 def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
-    """A plan for 64 devices, without any."""
+    """The example plans for 64 devices without any device."""
     text = run_python(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)
     assert "model.layers.*.mlp.up_proj.weight" in text
     assert "Cost of one step" in text
@@ -64,7 +64,7 @@ def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
-    """Stopped after four steps on two ranks, it ends on one as one device does that never stopped."""
+    """Training that stops on two ranks ends on one rank as an uninterrupted run does."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,

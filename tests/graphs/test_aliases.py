@@ -51,7 +51,7 @@ def fill(argument: Any, operand: Tensor, sizes: list[int], switch: bool) -> Any:
 
 
 def calls(operator: torch._ops.OpOverload) -> Iterator[Mapping[str, Any]]:
-    """Tiny calls of an operator, which may refuse them."""
+    """Return tiny calls of an operator, which may refuse the calls."""
     for operand in OPERANDS:
         for sizes in LISTS:
             for switch in (False, True):
@@ -82,7 +82,7 @@ def memory(values: Any) -> Iterator[int]:
 
 
 def found_by_running(operators: list[torch._ops.OpOverload]) -> list[str]:
-    """Return the operators that share memory; each runs in a process that it may end by reading beyond its operands."""
+    """Return the operators that share memory; each runs in a process, because an operator may read out of bounds."""
     found, first = [], 0
     while first < len(operators):
         reader, writer = os.pipe()
@@ -141,7 +141,7 @@ def test_the_table_knows_what_gives_back_an_operand() -> None:
     ],
 )
 def test_schemas_and_the_table_name_operands(operator: Any, arguments: tuple[Any, ...], expected: list[str]) -> None:
-    """The operands whose memory a result may share are named; an operator that makes new memory has none."""
+    """The table and the schemas name the operands whose memory a result may share, or none for new memory."""
     graph = fx.Graph()
     nodes = {name: graph.placeholder(name) for name in "xy"}
     args = pytree.tree_map(lambda leaf: nodes.get(leaf, leaf), arguments)

@@ -1,4 +1,4 @@
-"""Operators and torch's functions that are called for them do the same."""
+"""Operators give the results of the torch functions that replace their calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def calling(operator: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("operator", [*METHODS, *FUNCTIONS], ids=str)
 def test_calls_do_the_same(operator: Any) -> None:
-    """Results have the same bits, in the same places, and lie in the same inputs, which are written alike."""
+    """Results have equal bits at equal strides, alias the same inputs, and write the inputs equally."""
     graph_module, tensors = calling(operator)
     expected = graph_module(*tensors)
     expected_tensors = tensors
@@ -100,10 +100,10 @@ def test_calls_do_the_same(operator: Any) -> None:
 
 @given(programs(max_blocks=2))
 def test_drawn_programs_keep_their_bits(drawn: DrawnProgram) -> None:
-    """Arguments come in every form that traces have.
+    """Drawn programs keep their bits, with arguments in every traced form.
 
-    Views take their operand however it lies, like in every local program. Torch's fake tensors have other strides than
-    some kernels, such as the batch norm of transposed memory.
+    Views take operands of any strides, as in every local program. Torch's fake tensors have other strides than some
+    kernels, such as the batch norm of transposed memory.
     """
     program = trace(drawn.model, drawn.inputs, {})
     for node in program.graph.nodes:

@@ -1,4 +1,4 @@
-"""Members of a bucket are computed in their place, to the same bits, and memory is counted so."""
+"""Members of a bucket are computed in place with equal bits, and counted once in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {"x": (8, 16), "y": (8, 32), "z": (8, 5)}
 
 
 def bucket_of(*members: str, rows: int = 0) -> fx.GraphModule:
-    """A graph that reduces some members in one bucket; in rows, they are scattered."""
+    """Return a graph that reduces some members in one bucket; members in rows are scattered."""
     graph: Any = fx.Graph()
     call = graph.call_function
     given = {name: graph.placeholder(name) for name in SIZES}
@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_filled_bucket_holds_the_same_bits(case: str) -> None:
-    """And it is proven to."""
+    """A filled bucket keeps the bits of a packed bucket, and is proven."""
     names, rows = CASES[case]
     module = bucket_of(*names, rows=rows)
     made = fill_buckets(module)
@@ -92,7 +92,7 @@ def test_a_filled_bucket_holds_the_same_bits(case: str) -> None:
     ],
 )  # fmt: skip
 def test_what_can_be_is_computed_in_its_place(case: str, computed: list[bool]) -> None:
-    """Not what something else reads, nor what would begin amid a line of memory, where kernels may round otherwise."""
+    """A member with further readers, or off the lines of memory, is not computed in place, because kernels round."""
     names, rows = CASES[case]
     module = bucket_of(*names, rows=rows)
     (packed,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
@@ -107,7 +107,7 @@ def test_what_a_graph_is_only_given_is_packed() -> None:
 
 
 def test_a_filled_bucket_takes_memory_once() -> None:
-    """Packed, a product is there twice: as it was computed, and where it is sent."""
+    """A packed product takes memory twice, and a product filled in place once."""
     module = bucket_of("product", "sum")
     made = fill_buckets(module)
     peaks = []
@@ -123,7 +123,7 @@ def test_a_filled_bucket_takes_memory_once() -> None:
 
 @pytest.mark.parametrize(("family", "layout"), [("lstm", "data"), ("gpt", "tensor"), ("gpt", "ZeRO-3")])
 def test_backwards_of_models_fill_their_buckets(family: str, layout: str) -> None:
-    """The same bits as without buckets, proven, and the predicted peak is that of what runs."""
+    """Backwards of models fill their buckets with equal bits, are proven, and have the predicted peak."""
     phased = in_buckets(plain(family, layout))
     made = replace(phased, backward=fill_buckets(phased.backward))
     assert "aten.new_empty.default" in calls(made.backward)

@@ -1,4 +1,4 @@
-"""Code of a lazy graph module: written when it is needed, and the same as ever."""
+"""A lazy graph module writes its code at first use, equal to a graph module's code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
 
 
 def test_code_is_written_once_when_it_is_run(written: list[fx.Graph]) -> None:
-    """Not while it is made, or made into another."""
+    """Code is written once at the first run, and not when a module is made or copied."""
     module = lazy_module(lazy_module(_root(), _doubled()), _doubled())
     assert written == []
     assert module(torch.tensor(3.0)).item() == module(torch.tensor(3.0)).item() == 6.0
@@ -48,14 +48,14 @@ def test_code_is_written_once_when_it_is_run(written: list[fx.Graph]) -> None:
 
 
 def test_code_and_copies_are_those_of_a_graph_module(written: list[fx.Graph]) -> None:
-    """The code of a lazy module and the result of its deep copy equal those of a graph module."""
+    """A lazy module and its deep copy have the code of a graph module."""
     module = lazy_module(_root(), _doubled())
     assert copy.deepcopy(module)(torch.tensor(3.0)).item() == 6.0
     assert module.code == fx.GraphModule(_root(), _doubled()).code
 
 
 def test_a_change_is_seen() -> None:
-    """Once `recompile` says that there was one."""
+    """A changed graph runs changed code after `recompile`."""
     module = lazy_module(_root(), _doubled())
     module(torch.tensor(3.0))
     call = next(node for node in module.graph.nodes if node.op == "call_function")

@@ -1,4 +1,4 @@
-"""Results that may be written over are those in whose memory nothing else of use lies."""
+"""A result may be overwritten if no other living value shares its memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _expanded(call: Call, x: fx.Node) -> list[fx.Node]:
 
 
 def _bucket(call: Call, x: fx.Node) -> list[fx.Node]:
-    """Reduced where it lies, and waited for."""
+    """Reduce a value in place, and wait."""
     sent = call(torch.ops._c10d_functional.all_reduce.default, call(aten.cat.default, [x, x]), "sum", "data")
     parts = call(aten.split_with_sizes.default, call(torch.ops._c10d_functional.wait_tensor.default, sent), [4, 4])
     return [call(operator.getitem, parts, index) for index in (0, 1)]
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[[Call, fx.Node], list[fx.Node]], list[bool]]] = 
 
 
 def graph_of(build: Callable[[Call, fx.Node], list[fx.Node]]) -> fx.GraphModule:
-    """The graph, with what each node yields."""
+    """Return the graph, with its nodes by name."""
     graph, mode = fx.Graph(), FakeTensorMode()
 
     def value_of(argument: Any) -> Any:
@@ -113,14 +113,14 @@ def graph_of(build: Callable[[Call, fx.Node], list[fx.Node]]) -> fx.GraphModule:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_nothing_else_lies_in_is_owned(name: str) -> None:
-    """And what an input, another result or an element shares is not."""
+    """A result is owned unless an input, another result or a repeated element shares its memory."""
     build, expected = CASES[name]
     assert list(owned_results(graph_of(build).graph)) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bucket"])
 def test_writing_over_what_is_owned_changes_nothing_else(name: str) -> None:
-    """Neither the input nor another result."""
+    """Overwriting an owned result changes neither inputs nor other results."""
     graph_module = graph_of(CASES[name][0])
     x = torch.rand(WHOLE)
     before = x.clone()

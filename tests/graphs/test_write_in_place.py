@@ -1,4 +1,4 @@
-"""Results take the place of inputs, and nothing that is read later is written over."""
+"""Results take the place of inputs, and no value is overwritten before its last read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _by_a_slice(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node
 
 
 def _late(view: Callable[..., fx.Node]) -> Callable[..., tuple[fx.Node, ...]]:
-    """The old parameter, by what may be a view of it, is part of another result."""
+    """Return the old parameter, perhaps through a view, inside another result."""
 
     def build(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
         early = view(call, p)
@@ -52,7 +52,7 @@ def _late(view: Callable[..., fx.Node]) -> Callable[..., tuple[fx.Node, ...]]:
 
 
 def _swapped(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """Each takes the place of the other, one by what may be a view of it."""
+    """Return two inputs in each other's place, one perhaps through a view."""
     return call(aten.type_as.default, (m, g)), p
 
 
@@ -65,12 +65,12 @@ def _read_later(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node
 
 
 def _exchanged(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """Each is computed from both."""
+    """Compute each of two results from both inputs."""
     return call(aten.add.Tensor, (p, m)), call(aten.sub.Tensor, (p, m))
 
 
 def _same(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """The gradient is the parameter itself."""
+    """Update a parameter by itself as gradient."""
     return tuple(_momentum(call, p, p, m, h))
 
 
@@ -87,7 +87,7 @@ _VIEWS: dict[str, Callable[..., fx.Node]] = {
         (call(aten.meshgrid.default, ([call(aten.select.int, (p, 1, 0)), call(aten.view.default, (p, [-1]))],)), 1),
     ),
 }
-"""Calls that give back their operand, or a view of it, whether their schema says so or not."""
+"""Calls that return their operand or its view, with or without an alias in the schema."""
 
 BUILDERS = {
     "plain": _plain, "slice": _by_a_slice, "read later": _read_later, "exchanged": _exchanged, "same": _same,
@@ -105,7 +105,7 @@ def _values(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_results_are_those_of_the_functional_graph(kind: str) -> None:
-    """Bit for bit, and they are the inputs' own memory; other inputs stay as they are."""
+    """In-place results equal the functional graph bit for bit in the inputs' memory, and other inputs stay."""
     functional = _graph("p g m hyper", BUILDERS[kind])
     expected = functional(*_values(kind))
     values = _values(kind)
@@ -119,7 +119,7 @@ def test_results_are_those_of_the_functional_graph(kind: str) -> None:
 
 
 def test_updates_are_made_in_place_where_they_may_be() -> None:
-    """No copy of what dies there; one of what is read later."""
+    """An update copies only inputs that are read later."""
 
     def calls(kind: str) -> list[str]:
         module = write_in_place(_graph("p g m hyper", BUILDERS[kind]), {0: 0, 1: 2})

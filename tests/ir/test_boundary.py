@@ -26,7 +26,7 @@ MESH = Mesh({"data": 2, "model": 2})
 
 @given(st.data())
 def test_unshard_is_the_inverse_of_shard(data: st.DataObject) -> None:
-    """All ranks' local tensors make the value again, whatever their padding holds."""
+    """All ranks' local tensors rebuild the value, whatever their padding holds."""
     mesh, shape = data.draw(meshes()), data.draw(shapes(min_size=0))
     spec = data.draw(specs(mesh, len(shape)))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
@@ -38,7 +38,7 @@ def test_unshard_is_the_inverse_of_shard(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_shard_all_agrees_with_shard(data: st.DataObject) -> None:
-    """`shard_all` gives each rank what `shard` does, and copies are the same tensor."""
+    """`shard_all` gives each rank the result of `shard`, and copies are one tensor."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     spec = data.draw(specs(mesh, len(shape)))
     value = torch.randn(shape)
@@ -48,7 +48,7 @@ def test_shard_all_agrees_with_shard(data: st.DataObject) -> None:
 
 
 def nested_chunk(value: torch.Tensor, spec: PartitionSpec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Return DTensor's part of a rank: each axis takes one chunk of the part that the axes before it left."""
+    """Return DTensor's part of a rank: each axis chunks the part of the earlier axes."""
     for axis, index in mesh.coordinates(rank).items():
         dim = spec.dim_of(axis)
         if dim is not None:
@@ -59,7 +59,7 @@ def nested_chunk(value: torch.Tensor, spec: PartitionSpec, mesh: Mesh, rank: int
 
 @given(st.data())
 def test_padding_a_chunk_gives_the_shard(data: st.DataObject) -> None:
-    """Padding leads from DTensor's chunk to ours where both cut into the same pieces, and unpadding leads back."""
+    """Padding turns DTensor's chunk into our shard for equal cuts, and unpadding turns our shard into the chunk."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     spec = data.draw(specs(mesh, len(shape), reductions=(), mesh_order=True))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
@@ -86,7 +86,7 @@ def test_two_axes_on_one_dim_may_differ_from_dtensor(size: int, first: int, seco
 
 
 def test_nine_on_two_by_two() -> None:
-    """The smallest case that differs, refused by name where it matters."""
+    """Nine on 2x2 is the smallest size with unequal cuts, and is refused by name in conversions."""
     spec = P(("data", "model"))
     assert not matches_dtensor(spec, (9,), MESH)
     with pytest.raises(InvalidSpecError, match="into other pieces than DTensor"):

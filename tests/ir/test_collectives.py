@@ -1,4 +1,4 @@
-"""Which collectives may write over what they read."""
+"""Collectives that may write over their operand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_packed_buffer_is_reduced_in_place_unless_another_call_reads_it(is_rea
 
 
 def test_what_a_caller_gave_is_not_written_over() -> None:
-    """Nor is what an operator made that may give a view of it."""
+    """A collective writes neither over the caller's tensors nor over results that may be views of them."""
     graph = fx.Graph()
     given = graph.placeholder("x")
     for operand in (given, graph.call_function(aten.view.default, (given, [-1]))):

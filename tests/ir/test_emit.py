@@ -66,7 +66,7 @@ def draw_addends(value: Tensor, reduction: Reduction, count: int, seed: int) -> 
 
 
 def poison_padding(program: fx.GraphModule) -> None:
-    """Let what reshards pad with be NaN."""
+    """Let reshards pad with NaN."""
     for node in program.graph.find_nodes(op="call_function", target=PAD):
         node.update_arg(2, math.nan)
     program.recompile()
@@ -80,7 +80,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 @given(st.data())
 def test_reshard_equals_slicing_the_full_tensor(data: st.DataObject) -> None:
-    """Any reshard yields the value, bit for bit, whatever padding holds; results are contiguous."""
+    """Any reshard yields the value, bit for bit and contiguous, whatever the padding holds."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
@@ -94,7 +94,7 @@ def test_reshard_equals_slicing_the_full_tensor(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
-    """There and back again is the identity."""
+    """A reshard and its reverse are the identity."""
     mesh, shape = data.draw(meshes()), data.draw(shapes(min_size=0))
     source, middle = (data.draw(specs(mesh, len(shape), reductions=())) for _ in range(2))
     value = torch.randn(shape)
@@ -147,7 +147,7 @@ def test_val_is_the_local_tensor(data: st.DataObject) -> None:
 
 
 def test_on_node_names_the_spec_of_each_step() -> None:
-    """The callback sees every node, and the spec of those that complete a step."""
+    """The callback sees every node, with a spec for the last node of a step."""
     seen: list[tuple[str, PartitionSpec | None]] = []
     mesh = Mesh({"data": 2})
     program = lower(
@@ -163,7 +163,7 @@ def test_on_node_names_the_spec_of_each_step() -> None:
 
 
 def test_text() -> None:
-    """The emitted program is short, and the same on every rank."""
+    """The emitted program is short, and equal on every rank."""
     program = lower(P("data", partial={"model": "sum"}), P(None, "model"), (8, 4), Mesh({"data": 2, "model": 2}))
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     assert [getattr(node.target, "__name__", "") for node in calls] == [
@@ -187,13 +187,13 @@ def test_text() -> None:
 
 
 def test_axis_of_size_one_emits_nothing() -> None:
-    """A reshard over an axis of one rank leaves the value as it is."""
+    """A reshard over an axis of one rank emits no node."""
     program = lower(P("data"), P(partial={"data": "sum"}), (4,), Mesh({"data": 1}))
     assert [node.op for node in program.graph.nodes] == ["placeholder", "output"]
 
 
 def test_on_node_looks_past_axes_of_size_one() -> None:
-    """A step over one rank emits nothing; the node before it has the spec after it."""
+    """A step over one rank emits no node, and the node in front has the step's spec."""
     seen: list[PartitionSpec | None] = []
     mesh = Mesh({"data": 2, "model": 1})
     lower(P(), P("data", "model"), (4, 4), mesh, on_node=lambda node, spec: seen.append(spec))
@@ -201,7 +201,7 @@ def test_on_node_looks_past_axes_of_size_one() -> None:
 
 
 def test_a_slice_is_a_copy() -> None:
-    """A slice neither aliases its value nor keeps it in memory."""
+    """A slice is a copy, and does not keep its operand in memory."""
     mesh, value = Mesh({"data": 2}), torch.arange(4.0)
     (results,) = simulate(lower(P(), P("data"), (4,), mesh), mesh, [[value, value]])
     assert results[0].untyped_storage().nbytes() == 8

@@ -15,7 +15,7 @@ from autoshard.ir.runtime import RUNTIMES
 
 
 def test_replicas_run_their_share_of_the_batch_in_micro_batches() -> None:
-    """Without a batch, each runs one."""
+    """Replicas run their share of the batch in micro-batches, and one micro-batch each without a batch."""
     assert Execution(data=8, tensor=4, pipeline=2, context=2, micro_batch=2, global_batch=64).micro_batches == 4
     assert Execution(data=4, micro_batch=3).batch == 12
 
@@ -25,7 +25,7 @@ def test_replicas_run_their_share_of_the_batch_in_micro_batches() -> None:
     st.sampled_from(sorted(RUNTIMES)),
 )
 def test_another_recipe_is_executed_alike(recipe: Recipe, name: str) -> None:
-    """Runtime, optimizer and precision stay; what the recipe leaves free is plain."""
+    """An execution of another recipe keeps runtime, optimizer and precision, and has defaults for free fields."""
     found = Execution(runtime=RUNTIMES[name], optimizer="sgd", precision="f8").of(recipe)
     plain = Execution()
     for item in fields(Recipe):
@@ -52,7 +52,7 @@ def test_what_cannot_be_executed_is_named(fields: dict[str, Any], message: str) 
 
 
 def test_no_field_of_a_recipe_is_one_of_a_runtime() -> None:
-    """Layout and execution are said in one place each."""
+    """Layout and execution share no field."""
     runtime = {item.name for item in fields(RUNTIMES["megatron"])}
     assert len(fields(Recipe)) == 15
     assert not runtime & {item.name for item in fields(Execution)}

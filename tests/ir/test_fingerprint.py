@@ -1,4 +1,4 @@
-"""Two programs with one fingerprint are the same program."""
+"""Programs with one fingerprint are equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scaled(nn.Module):
 
 
 def test_results_that_are_no_tensors_belong_to_a_program() -> None:
-    """Its graph does not say them."""
+    """Results that are no tensors belong to the fingerprint, although the graph does not contain them."""
     one, again, two = (trace(Scaled(factor), (torch.ones(2),)) for factor in (1, 1, 2))
     assert one.text() == two.text()
     assert fingerprint(one) == fingerprint(again) != fingerprint(two)

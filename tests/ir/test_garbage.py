@@ -1,4 +1,4 @@
-"""Collections are rare within what compiles, and as the user has them behind it."""
+"""Garbage collection is rare within a compile, and has the user's settings afterwards."""
 
 from __future__ import annotations
 

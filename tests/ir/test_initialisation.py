@@ -38,7 +38,7 @@ def test_a_view_of_a_box_is_found_to_be_it(shape: tuple[int, ...], data: st.Data
 
 @given(_SHAPES, st.data())
 def test_what_is_said_to_be_a_box_is_one(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Any strided tensor that is said to be a box is one."""
+    """Any strided tensor that `is_box` accepts is a box."""
     whole = torch.arange(torch.Size(shape).numel())
     sizes = data.draw(st.lists(st.integers(1, 4), max_size=3))
     room, strides = whole.numel() - 1, []

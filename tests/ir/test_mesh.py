@@ -32,7 +32,7 @@ def test_groups_partition_the_ranks(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("axes", [{}, {"a b": 2}, {"data": 0}, {"data": True}])
 def test_malformed(axes: dict[str, int]) -> None:
-    """A mesh needs an axis, names that are identifiers, and sizes of at least one."""
+    """A mesh needs an axis, identifiers as names, and sizes of at least one."""
     with pytest.raises(MeshError):
         Mesh(axes)
 
@@ -45,7 +45,7 @@ def test_a_mesh_larger_than_any_cluster() -> None:
 
 
 def test_unknown_axis() -> None:
-    """Asking for an axis that is not there names those that are."""
+    """An unknown axis is refused with the names of the mesh's axes."""
     with pytest.raises(MeshError, match="its axes are 'data'"):
         Mesh({"data": 2}).axis_size("model")
 

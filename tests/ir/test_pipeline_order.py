@@ -1,4 +1,4 @@
-"""Tasks of a pipeline know what they transfer, and are written as torch writes them."""
+"""Tasks of a pipeline know their transfers, and print in torch's notation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.ir.pipeline_order import Message, PipelineOrder, StageTask, Work
     ],
 )
 def test_both_ends_of_a_transfer_name_one_message(work: Work, message: Message, reader: int) -> None:
-    """The stage that made it, and the one that reads it."""
+    """The stage that makes a message and the stage that reads it use one name."""
     task = StageTask(work, 2, 5)
     assert task.message == message
     assert task.message.reader == reader

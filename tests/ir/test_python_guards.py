@@ -1,4 +1,4 @@
-"""Guards on Python values: what counts as a change."""
+"""Guards on Python values detect changes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ NAN = float("nan")
     ],
 )
 def test_values_are_compared_by_type_and_value(found: Any, value: Any, alike: bool) -> None:
-    """Plain ones and containers of them; others by identity."""
+    """Plain values and their containers are compared by type and value, other objects by identity."""
     assert are_alike(found, value) is alike
 
 
 def test_what_a_record_holds_is_guarded_in_depth() -> None:
-    """Lists in settings within settings; not what an object with more than settings holds."""
+    """Nested lists of settings are guarded in depth, and objects with other contents are not."""
     settings = SimpleNamespace(inner=SimpleNamespace(sizes=[1, {"a": 2}]))
     other = SimpleNamespace(data=object(), count=0)
     holder = SimpleNamespace(settings=settings, other=other, table=torch.ones(2), weight=torch.ones(2), hooks={})
@@ -65,7 +65,7 @@ def test_what_a_record_holds_is_guarded_in_depth() -> None:
 
 
 class Settings:
-    """Holds what it is given; one of its own is a setting."""
+    """An object with attributes; an instance of plain values is a setting."""
 
     kind = "settings"
 
@@ -130,7 +130,7 @@ def _guards(value: Any) -> PythonGuards:
 
 
 BIG = 5 << 20
-"""Bytes that are more than are compared at a call."""
+"""More bytes than a call compares."""
 
 IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "deque": (lambda: deque([1, 2]), lambda held: held.append(3)),
@@ -184,7 +184,7 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_is_changed_in_place_is_noticed(name: str) -> None:
-    """And named."""
+    """A change in place is noticed and named."""
     make, change = IN_PLACE[name]
     value = make()
     guards = _guards(value)
@@ -215,7 +215,7 @@ def _in_inference_mode() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_what_is_not_changed_holds(name: str) -> None:
-    """Whatever it is, when it is looked at twice; and users may go on to use it."""
+    """Unchanged values of any kind pass two checks, and stay usable."""
     value = UNTOUCHED[name]()
     guards = _guards(value)
     str(value)
@@ -226,7 +226,7 @@ def test_what_is_not_changed_holds(name: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: np.arange(3), lambda: np.float32(0.5), lambda: bytearray(b"a"), Fraction])
 def test_an_equal_value_in_its_place_is_alike(make: Callable[[], Any]) -> None:
-    """It may be another object; what is changed in it later is noticed."""
+    """An equal new object passes, and its later changes are noticed."""
     holder = SimpleNamespace(value=make())
     guards = PythonUse((("", holder, ("value",)),)).guards([])
     holder.value = make()

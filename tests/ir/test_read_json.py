@@ -23,7 +23,7 @@ _VALUES = st.recursive(
 
 @given(_VALUES)
 def test_what_json_writes_is_read(value: object) -> None:
-    """All else is as Python's own reader has it."""
+    """Python's own JSON output is read as Python's own reader does."""
     assert parse(json.dumps(value)) == value
 
 
@@ -48,6 +48,6 @@ def test_what_json_leaves_open_is_refused(text: str, message: str) -> None:
 
 
 def test_a_tuple_of_one_entry_is_read() -> None:
-    """A type says how many entries there are, or `...` for any number of them."""
+    """A tuple's type gives the number of entries, or `...` for any number."""
     assert read(tuple[int], [2]) == (2,)
     assert read(tuple[int, ...], [2]) == (2,)

@@ -1,4 +1,4 @@
-"""Recipes check themselves."""
+"""Recipes validate their own fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_recipe_counts_devices() -> None:
 
 
 def test_a_recipe_says_what_is_decided() -> None:
-    """All else is free; what is given is in its words."""
+    """A partial recipe prints its decided fields in the user's words."""
     assert {getattr(Recipe(), item.name) for item in fields(Recipe)} == {None}
     assert Recipe().words == "everything is searched"
     assert Recipe(schedule="ZBVZeroBubble").words == "schedule='ZBVZeroBubble'; all else is searched"
@@ -29,7 +29,7 @@ def test_a_recipe_says_what_is_decided() -> None:
 
 
 def test_a_complete_recipe_is_a_sentence() -> None:
-    """In the words of experts."""
+    """A complete recipe prints as a sentence in the words of experts."""
     recipe = Execution(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2).recipe
     assert recipe.words == (
         "data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1F1B); micro-batches of 1"
@@ -75,7 +75,7 @@ def test_a_contradiction_is_named(fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_that_runs_is_asked_for_by_its_name(schedule: str) -> None:
-    """The names of torch.distributed.pipelining, and no others."""
+    """Every schedule that runs has its name in torch.distributed.pipelining."""
     least = SCHEDULES[schedule].least_stages
     recipe = Execution().of(Recipe(pipeline=2, schedule=schedule))
     assert f"pipeline 2 ({schedule}" in recipe.words

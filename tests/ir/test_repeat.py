@@ -17,7 +17,7 @@ def test_units_lie_around_the_gap() -> None:
 
 
 def test_a_path_has_a_place_in_its_unit() -> None:
-    """Paths in the four units have one; others, and those of other lists, do not."""
+    """Paths in the four units have a place in their unit, and other paths have none."""
     assert PAIRS.place("model.layers.3.mlp") == (0, "1.mlp")
     assert PAIRS.place("model.layers.12") == (2, "0.")
     assert PAIRS.place("model.layers.6.mlp") is None
@@ -26,7 +26,7 @@ def test_a_path_has_a_place_in_its_unit() -> None:
 
 
 def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
-    """By their unit, and their path in the one behind."""
+    """The path of a left-out block leads to the path in the unit's block that stays."""
     assert PAIRS.unit("model.layers.9.mlp") == (8, "model.layers.13.mlp")
     assert PAIRS.unit("model.layers.12.mlp") == (12, "model.layers.12.mlp")
     assert PAIRS.unit("model.layers.5.mlp") is None
@@ -34,7 +34,7 @@ def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
 
 
 def test_names_stand_for_those_of_repeated_blocks() -> None:
-    """A name of a parameter or of optimizer state stands for its repeated blocks; other names stand for themselves."""
+    """A name of a parameter or optimizer state stands for its repeated blocks; other names stand for themselves."""
     assert names_alike((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
         f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
     )

@@ -28,7 +28,7 @@ LATENCY_S, BANDWIDTH_BYTES_PER_S = 1e-5, 1e9
 
 
 def seconds(step: ReshardStep) -> float:
-    """A price with latency, in which local steps and groups of one are free."""
+    """Return a price with latency; local steps and groups of one rank are free."""
     if step.kind.is_local or step.axis_size == 1:
         return 0.0
     return LATENCY_S * step.axis_size + bytes_sent(step) / BANDWIDTH_BYTES_PER_S
@@ -42,7 +42,7 @@ def price_plan(steps: Sequence[ReshardStep], cost: StepCost) -> float:
 def brute_force(
     source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, cost: StepCost
 ) -> float:
-    """Dijkstra over specs, one at a time, with every reduction that the two specs know."""
+    """Return the cheapest path by Dijkstra over specs, with every reduction of the two specs."""
     reductions = sorted({reduction for spec in (source, target) for _, reduction in spec.partial})
     start, goal = state_of(source, len(shape)), state_of(target, len(shape))
     order = count()
@@ -76,7 +76,7 @@ def test_plans_are_shortest_paths(data: st.DataObject, cost: StepCost) -> None:
 
 @given(st.data())
 def test_steps_join_source_and_target(data: st.DataObject) -> None:
-    """Each step starts where the one before ends, and says the bytes of both."""
+    """Each step starts at the spec of the previous step's end, and states the bytes of both."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     steps = plan_reshard(source, target, shape, mesh, itemsize=2)
@@ -147,7 +147,7 @@ def test_a_large_value_steps_aside_to_let_a_major_axis_in() -> None:
 
 
 def test_an_idle_axis_helps_where_it_pays() -> None:
-    """Copies of a large value are sliced before an all-reduce and gathered after it."""
+    """Copies of a large value are sliced over an idle axis before an all-reduce, and gathered afterwards."""
     mesh = Mesh({"data": 4, "model": 4})
     steps = plan_reshard(P(partial={"data": "sum"}), P(), (1024, 1024), mesh)
     kinds = [(step.kind, step.axis) for step in steps]
@@ -186,7 +186,7 @@ def test_mixed_reductions() -> None:
 
 @given(st.data())
 def test_no_step_mixes_reductions(data: st.DataObject) -> None:
-    """A value that awaits one reduction does not become partial in another."""
+    """A value that awaits one reduction never becomes partial in another reduction."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     source, target = data.draw(specs(mesh, len(shape))), data.draw(specs(mesh, len(shape)))
     for step in plan_reshard(source, target, shape, mesh, cost=seconds):
@@ -195,7 +195,7 @@ def test_no_step_mixes_reductions(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])
 def test_prices_are_checked(price: float) -> None:
-    """A price that is negative or not finite is refused."""
+    """A negative or infinite price is refused."""
     with pytest.raises(ValueError, match="a price is finite and not negative"):
         plan_reshard(P(), P("data"), (8,), MESH, cost=lambda step: price)
 

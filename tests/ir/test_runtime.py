@@ -10,7 +10,7 @@ from autoshard import RecipeError, Runtime
 
 
 def test_a_runtime_of_ones_own_is_a_usual_one() -> None:
-    """It overlaps collectives with computation, and waits for the messages between the stages of a pipeline."""
+    """The default runtime overlaps collectives with computation, and waits for messages between stages."""
     runtime = Runtime(name="mine")
     assert runtime.overlap_gradients
     assert runtime.overlap_parameters

@@ -55,7 +55,7 @@ def test_properties() -> None:
 
 
 def test_to_placements() -> None:
-    """Placements come one per axis of the mesh."""
+    """A spec converts to one placement per axis of the mesh."""
     mesh = Mesh({"data": 2, "model": 2, "expert": 2})
     expected = (Shard(1), Replicate(), Partial("sum"))
     assert P(None, "data", partial={"expert": "sum"}).to_placements(mesh) == expected
@@ -80,7 +80,7 @@ def test_unknown_reduction() -> None:
 
 
 def test_dim_that_is_no_axis() -> None:
-    """A dim is an axis name, a tuple of them, or None."""
+    """A dim of a spec is an axis name, a tuple of names, or None."""
     with pytest.raises(InvalidSpecError, match="a dim is an axis name"):
         P((1,))  # type: ignore[arg-type]
 
@@ -107,6 +107,6 @@ def test_unreadable_text(text: str) -> None:
 
 
 def test_a_text_without_end() -> None:
-    """It is not parsed."""
+    """A text without an end is refused."""
     with pytest.raises(InvalidSpecError, match="has 1000003 characters; write at most 10000"):
         PartitionSpec.parse("P(" + "(" * 1_000_000 + ")")

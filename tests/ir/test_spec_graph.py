@@ -11,7 +11,7 @@ from autoshard.testing.strategies import meshes, shapes, specs
 
 @given(st.data())
 def test_graph_holds_every_spec(data: st.DataObject) -> None:
-    """Every spec that can be drawn is a node, and comes back from it."""
+    """Every drawn spec is a node of the graph, and converts back."""
     mesh, ndim = data.draw(meshes()), data.draw(st.integers(0, 3))
     spec = data.draw(specs(mesh, ndim, reductions=(Reduction.SUM, Reduction.MAX)))
     graph = spec_graph(mesh, ndim, (Reduction.MAX, Reduction.SUM))
@@ -31,7 +31,7 @@ def test_local_bytes(data: st.DataObject) -> None:
 
 
 def test_moves_change_the_minor_most_axis() -> None:
-    """Only the minor-most axis of a dim leaves it; one that arrives is the minor-most."""
+    """Only the minor-most axis of a dim leaves the dim, and an arriving axis becomes the minor-most."""
     mesh = Mesh({"a": 2, "b": 2, "c": 2})
     moves = {str(move): state for move, state in moves_from(state_of(P(("a", "b")), 2), mesh, ())}
     assert sorted(moves) == [

@@ -20,18 +20,18 @@ def test_sizes_are_in_binary_units(size: int, text: str) -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(90.0, "90 s"), (0.0123, "12.3 ms"), (4e-6, "4 us"), (2e-9, "2 ns")])
 def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    """Three digits of it."""
+    """Times print with three digits in a suitable unit."""
     assert format_time(seconds) == text
 
 
 def test_names_that_differ_in_numbers_are_one() -> None:
-    """The parts in which they differ are stars; a number that all have stays."""
+    """Names that differ in numbers become one pattern with stars, and common numbers stay."""
     assert any_block("layers.3.mlp.2.weight") == any_block("layers.4.mlp.2.weight")
     assert common_name(["layers.3.mlp.2.weight", "layers.4.mlp.2.weight"]) == "layers.*.mlp.2.weight"
 
 
 def test_what_terminals_show_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written into files and messages: no colours, whatever the terminal has; a long line stays one."""
+    """Text in files and messages has no colours, and long lines are not wrapped."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     table = Table("layer", "time")

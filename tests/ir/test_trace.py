@@ -1,4 +1,4 @@
-"""Traces are what Perfetto and Chrome read, and survive JSON."""
+"""Traces are in the format of Perfetto and Chrome, and survive JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_traces_follow_the_trace_event_format(trace: Trace) -> None:
 
 @given(traces())
 def test_traces_survive_json(trace: Trace) -> None:
-    """Read back, they are equal, whatever the names hold."""
+    """A trace written and read as JSON is equal, with any names."""
     assert Trace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
 
 

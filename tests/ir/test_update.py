@@ -12,7 +12,7 @@ UPDATE = Update("SGD", (UpdateGroup(PLAIN, ("a", "b")), UpdateGroup(HEAVY, ("c",
 
 
 def test_a_program_serves_updates_that_group_alike() -> None:
-    """The same, or finer on the program's side; what has no gradient may be in any group."""
+    """A program serves updates of equal or coarser groups, with parameters without gradient in any group."""
     finer = replace(UPDATE, groups=(UpdateGroup(PLAIN, ("a",)), UpdateGroup(PLAIN, ("b",)), UPDATE.groups[1]))
     assert UPDATE.serves(UPDATE, {"a", "b", "c"})
     assert finer.serves(UPDATE, {"a", "b", "c"})
@@ -21,7 +21,7 @@ def test_a_program_serves_updates_that_group_alike() -> None:
 
 
 def test_a_program_serves_no_other_update() -> None:
-    """Another limit, another rule, a parameter that is not updated any more or now is."""
+    """A program refuses updates with another limit, another rule or other parameters."""
     names = {"a", "b", "c"}
     assert not UPDATE.serves(replace(UPDATE, max_grad_norm=None), names)
     assert not UPDATE.serves(replace(UPDATE, optimizer="Adam"), names)

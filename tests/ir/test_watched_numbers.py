@@ -1,4 +1,4 @@
-"""Numbers that tell what Python does with them."""
+"""Watched numbers record Python's uses of their values."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _watched(value: Any, function: Callable[[Any], Any]) -> tuple[SimpleNamespac
 
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
-    """They compute what the first did, and no more of them are told apart than must be."""
+    """Integers under the recorded conditions give the first call's results, and conditions are as wide as possible."""
     function, expected = OF_INTEGERS[name]
     alike = _assert_sound(7, INTEGERS, function)
     assert len(alike) - 1 == expected, alike
@@ -115,7 +115,7 @@ def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
 @pytest.mark.parametrize("value", FLOATS)
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_floats_under_the_same_conditions_give_the_same(name: str, value: float) -> None:
-    """They compute what the first did; an error is a result."""
+    """Floats under the recorded conditions give the first call's results or errors."""
     _assert_sound(value, FLOATS, lambda number: _fails(lambda: OF_FLOATS[name](number)))
 
 
@@ -134,7 +134,7 @@ def _assert_sound(value: Any, values: tuple[Any, ...], function: Callable[[Any],
 
 
 def test_conditions_name_what_changed() -> None:
-    """Numbers that are compared with each other stand in one condition; another type breaks it."""
+    """Compared numbers form one condition, and a change of type breaks the condition."""
     holder = SimpleNamespace(step=3, warm=5, beta=0.5)
     attributes = [Attribute("net", holder, name, type(value)) for name, value in vars(holder).items()]
     with watching(attributes) as watch:
@@ -153,7 +153,7 @@ def test_conditions_name_what_changed() -> None:
 
 
 def test_numbers_left_behind_are_plain() -> None:
-    """In lists, dicts, sets, closures, attributes, of the model or elsewhere; those in tuples act as plain ones."""
+    """Numbers left in containers, closures and attributes are plain; numbers in tuples act as plain numbers."""
     seen: list[Any] = []
     rolled, table, kept, beside = deque([0]), {"a": 0}, set(), SimpleNamespace()
     cell = 0
@@ -204,7 +204,7 @@ def _kind(value: Any) -> type:
 
 
 def test_code_that_asks_for_types_is_found() -> None:
-    """`type` says what a watched number really is; `isinstance` and `__class__` do not."""
+    """`type` reveals a watched number, which is found; `isinstance` and `__class__` do not."""
     assert _watched(3, _asks)[1].asks_for_types
     assert not _watched(3, lambda step: isinstance(step, int) and step.__class__ is int)[1].asks_for_types
     with cProfile.Profile():  # whose place is taken
@@ -221,7 +221,7 @@ def test_many_conditions_and_long_expressions_are_too_much() -> None:
 
 
 def test_looking_at_all_attributes_is_no_use_of_them() -> None:
-    """Reads by autoshard itself do not count."""
+    """Reads of all attributes by autoshard itself do not count as uses."""
 
     def look(step: Any) -> str:
         with unwatched():

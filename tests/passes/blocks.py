@@ -58,7 +58,7 @@ def h100s(mesh: Mesh) -> Cluster:
 
 
 def two_nodes(mesh: Mesh) -> Cluster:
-    """Two nodes of H100s, between which the first axis of the mesh lies, on links that are slower than the others."""
+    """Two nodes of H100s with the first axis of the mesh between the nodes, on links slower than the other links."""
     return Cluster("h100_sxm", nodes=2, devices_per_node=mesh.size // 2)
 
 

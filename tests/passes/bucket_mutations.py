@@ -1,6 +1,6 @@
-"""Mutations of phases that communicate while they compute: wrong buckets, and what touches what is in flight.
+"""Mutations of phases that overlap communication with computation: wrong buckets, and reads or writes in flight.
 
-Each takes a graph of a phase, as those of `tests.passes.mutations` do.
+Each mutation takes a graph of a phase, as the mutations of `tests.passes.mutations` do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPLITS = (_aten.split_with_sizes.default, _aten.split_with_sizes_copy.default)
 
 
 def waited_for(split: fx.Node) -> Any:
-    """The wait for what a call takes apart, by a view of its rows if it was gathered; None for other calls."""
+    """Return the wait whose result a call takes apart, through a view of gathered rows; None for any other call."""
     received: Any = split.args[0] if split.target in _SPLITS else None
     if isinstance(received, fx.Node) and received.target is _aten.view.default:
         received = received.args[0]
@@ -57,7 +57,7 @@ def shift_offsets(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def cut_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A bucket of rows that is packed, or cut, along the other dim."""
+    """Pack, or cut, a bucket of rows along the wrong dim."""
     found = pick(graph, random, lambda node: is_packed(node) or waited_for(node) is not None)
     count = 1 if is_packed(found) else 2
     dims = () if found.args[count:] == (1,) else (1,)
@@ -66,7 +66,7 @@ def cut_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def exchange_members(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A bucket that is packed in another order than it is read, or holds a member twice."""
+    """Pack a bucket in another order than the readers expect, or pack a member twice."""
     packed: Any = pick(graph, random, is_packed)
     members = list(packed.args[0])
     first, second = random.sample(range(len(members)), 2)
@@ -79,7 +79,7 @@ def exchange_members(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def leave_member_out(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A bucket that lacks one of its members, whose place the next one takes."""
+    """Leave a member out of a bucket, and put the next member in its place."""
     split = _split(graph, random)
     if len(split.args[1]) < 2:
         raise NothingError
@@ -94,7 +94,7 @@ def leave_member_out(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def read_the_buffer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Read the packed values in place of the received ones: processes write over them meanwhile."""
+    """Read the packed values in place of the received values, which processes overwrite."""
     split = _split(graph, random)
     waited = waited_for(split)
     (reader,) = waited.users
@@ -103,7 +103,7 @@ def read_the_buffer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def read_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A result that is read before it is waited for: the wait comes behind a reader, or not at all."""
+    """Read a result before its wait: move the wait behind a reader, or delete the wait."""
     wait: Any = pick(graph, random, lambda node: is_wait(node) and any(user.op != "output" for user in node.users))
     reader = choose(random, [user for user in wait.users if user.op != "output"])
     if random.random() < 0.5:
@@ -114,7 +114,7 @@ def read_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def wait_for_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A wait for another collective, which gives the same shape."""
+    """Wait for another collective with a result of the same shape."""
     wait: Any = pick(graph, random, is_wait)
     before = list(graph.nodes)[: list(graph.nodes).index(wait)]
     others = [node for node in before if is_collective(node) and node is not wait.args[0] and alike(node, wait)]
@@ -126,7 +126,7 @@ def wait_for_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def write_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Memory that is sent, or is received into, is written before it is waited for."""
+    """Write, before the wait, memory that a collective sends or receives into."""
     started: Any = pick(graph, random, is_collective)
     (operand,) = started.all_input_nodes
     (wait,) = [user for user in started.users if is_wait(user)][:1] or [None]
@@ -140,7 +140,7 @@ def write_in_flight(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def change_communicator(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A collective on a communicator of another purpose: on all ranks the same numbers."""
+    """Move a collective to a communicator of another purpose, which keeps the numbers if all ranks do the same."""
     started: Any = pick(graph, random, is_collective)
     group = str(started.args[-1])
     names = [without_purpose(group), *(for_purpose(group, item) for item in (Purpose.GRADIENTS, Purpose.PARAMETERS))]
@@ -150,7 +150,7 @@ def change_communicator(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def move_call(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A call at another place between its operands and its readers: where nothing is written, the same numbers."""
+    """Move a call between its operands and its readers, which keeps the numbers unless a call writes."""
     node = pick(graph, random, lambda node: True)
     nodes = list(graph.nodes)
     places = {other: place for place, other in enumerate(nodes)}
@@ -177,7 +177,7 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def replace_sent(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A collective, or a member of a bucket, of another value of the same shape."""
+    """Send another value of the same shape in a collective or in a member of a bucket."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     sent = [
         (reader, operand)
@@ -201,9 +201,9 @@ BUCKET_MUTATIONS: tuple[Mutation, ...] = (
     exchange_parts, shift_offsets, cut_along_other_dim, exchange_members, leave_member_out, read_the_buffer,
     read_in_flight,
 )  # fmt: skip
-"""Each changes what is computed of any phase that has buckets."""
+"""Mutations that change the result of any phase with buckets."""
 
 FLIGHT_MUTATIONS: tuple[Mutation, ...] = (
     wait_for_other, write_in_flight, replace_sent, change_communicator, move_call,
 )  # fmt: skip
-"""Some of them change nothing, some where there is nothing of their kind."""
+"""Mutations that may keep all results, or may find no place in a phase."""

@@ -14,13 +14,13 @@ from passes.search.layers.fold_program import FoldedProgram, fold_program
 from passes.search.layers.price_model import PricedModel
 
 PRICED = Runtime(name="as recipes say")
-"""A runtime that does what recipes say where nobody says otherwise: what plans of it are is a price."""
+"""A runtime that follows every field of a recipe, so that plans under the runtime are prices."""
 
 SEQUENCE, HIDDEN, VOCAB = 32, 64, 96
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward; nothing in it says which weights are split how."""
+    """Attention and feed-forward, without any layout of the weights."""
 
     def __init__(self, heads: int = 4, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def folded(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]] =
 
 @cache
 def priced_dense(depth: int = 5) -> PricedModel:
-    """The priced model of `dense(depth)`; tests share it, as tracing takes its time."""
+    """Return the priced model of `dense(depth)`; tests share the model, because tracing is slow."""
     return PricedModel(folded(dense(depth)))
 
 

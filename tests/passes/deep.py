@@ -1,4 +1,4 @@
-"""Deep models for tests of what is planned without their inner blocks."""
+"""Deep models for tests of plans without inner blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def in_turn(depth: int) -> Deep:
 
 
 def summed(depth: int) -> Summed:
-    """Blocks that end in the loss, each of them."""
+    """A model whose blocks each add to the loss."""
     return Summed([nn.GELU] * depth)
 
 

@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 @cache
 def program_of(name: str) -> Program:
-    """One of the traced programs of these tests."""
+    """Return a traced program by its name."""
     if name == "perceptron":
         return perceptron_program()
     if name == "classifier":

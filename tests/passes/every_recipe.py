@@ -1,8 +1,8 @@
-"""Every recipe of a small model on a small cluster, field by field: the oracle of the search over recipes.
+"""Every recipe of a small model on a small cluster, field by field: the reference of the search over recipes.
 
-It knows nothing of `passes.search.recipe_space`: the rules of docs/explanation/how_plans_are_found.md are written down
-once more, and whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several
-times.
+The module does not use `passes.search.recipe_space`, and states the rules of docs/explanation/how_plans_are_found.md
+independently. Any value that `Recipe` and pricing accept counts as a recipe. A choice with several names appears
+several times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADS = EXPERTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A recipe and what it takes."""
+    """A recipe with its time and memory."""
 
     recipe: Execution
     time_s: float
@@ -34,7 +34,7 @@ class Priced:
 
 
 def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> list[Priced]:
-    """All recipes that can be priced, whatever memory they take."""
+    """Return all recipes with a price, whatever their memory."""
     found = []
     for recipe in every_recipe(counted, cluster, base, least_tokens):
         try:
@@ -46,7 +46,7 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_
 
 
 def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> Iterator[Execution]:
-    """All recipes that the rules admit; not all of them have a price."""
+    """Return all recipes within the rules; some recipes have no price."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
     policies = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
     known = axes_of(counted, cluster.size, cluster.devices_per_node, least_tokens)
@@ -65,7 +65,7 @@ def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least
 def axes_of(
     counted: CountedModel, devices: int, most_tensor: int, least_tokens: int
 ) -> Iterator[dict[str, int | bool]]:
-    """Sizes of axes that split something, and divide what they split; tensor ranks are those of a node."""
+    """Return the sizes of axes that divide the split dims; tensor ranks stay in a node."""
     has_dense = len(set(counted.blocks)) > 1 or not counted.has_experts
     sizes = range(1, devices + 1)
     experts = sizes if counted.has_experts else (1,)

@@ -1,4 +1,4 @@
-"""Executions of recipes that differ in what their runtime does."""
+"""Executions of recipes under runtimes with unequal features."""
 
 from __future__ import annotations
 

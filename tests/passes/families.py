@@ -1,6 +1,6 @@
-"""Eleven families of models, each as small as it can be and still have what its kind has; all in float64.
+"""Eleven families of models in float64, each as small as its kind allows.
 
-Each function gives a model and the arguments of a call that returns a loss.
+Each function returns a model and the arguments of a call with a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _heads(x: Tensor, count: int = HEADS) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of `x` to `memory`, or to itself."""
+    """Attention of `x` to `memory`, or to `x`."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Llama(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router, four experts of which each token takes two, and a loss that balances them."""
+    """A router with the top two of four experts per token, and a balancing loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class VisionTransformer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """An encoder, and a decoder that attends to it, with relative positions; embeddings are shared by both."""
+    """An encoder and a cross-attending decoder with relative positions and shared embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class StateSpace(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Embedding tables, one of them shared by two features, whose products meet dense features."""
+    """Embedding tables, one shared by two features, whose products meet dense features."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Mutations of backwards whose buckets are written as their members are computed.
+"""Mutations of backwards that write the members of a bucket as they are computed.
 
-Each takes the graph as processes run it, as those of `tests.passes.mutations` do.
+Each mutation takes a graph in the form that processes run, as the mutations of `tests.passes.mutations` do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _splits(graph: fx.Graph) -> list[fx.Node]:
 
 
 def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Two members that are written at each other's place."""
+    """Write two members at each other's place."""
     splits = _splits(graph)
     if not splits:
         raise NothingError
@@ -49,14 +49,14 @@ def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def leave_unwritten(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A member that is not written."""
+    """Leave a member unwritten."""
     writer: Any = pick(graph, random, _is_writer)
     graph.erase_node(writer)
     return f"without {writer}"
 
 
 def write_too_late(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A member that is written when its bucket is under way."""
+    """Write a member after its bucket is sent."""
     started = [node for node in graph.nodes if is_collective(node) and any(map(_is_buffer, node.all_input_nodes))]
     writers = [node for node in graph.nodes if _is_writer(node)]
     if not started or not writers:
@@ -81,7 +81,7 @@ def write_again(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A bucket that is cut elsewhere, into as many parts."""
+    """Cut a bucket into the same number of parts at wrong places."""
     splits = _splits(graph)
     if not splits:
         raise NothingError
@@ -95,7 +95,7 @@ def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A product that is written in another shape."""
+    """Write a product in another shape."""
     writer: Any = pick(graph, random, lambda node: node.target in INTO.values())
     place = _written(writer)
     shape = list(place.args[1])
@@ -106,7 +106,7 @@ def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def send_a_part(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Another call that reads what is in a bucket before it is sent."""
+    """Let another call read the contents of a bucket before the bucket is sent."""
     writer: Any = pick(graph, random, _is_writer)
     place = _written(writer)
     behind = list(graph.nodes)[list(graph.nodes).index(writer) + 1 :]

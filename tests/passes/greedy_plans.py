@@ -16,20 +16,20 @@ from passes.strategies.enumerate_strategies import Site, operands_of
 
 
 def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan with as many uneven splits as a greedy choice in program order finds: what padding is tested on."""
+    """Return a legal plan with as many uneven splits as a greedy choice in program order finds, to test padding."""
     return greedy_plan(program, mesh, partial(_uneven_splits, mesh))
 
 
 def most_split_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan with as many splits as a greedy choice in program order finds.
+    """Return a legal plan with as many splits as a greedy choice in program order finds.
 
-    The planner repeats calls that are too small to be worth a collective, as those of most tests are.
+    The planner would not split small calls, because a collective costs more than a repeated small call.
     """
     return greedy_plan(program, mesh, _splits)
 
 
 def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan that recomputes what it may, as late as it may; of strategies, greedily, those that split most."""
+    """Return a legal plan with all allowed recomputation as late as possible, and greedily the most splits."""
     cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)  # without a host to offload to
     planning = unfolded_problem(program, mesh, cluster)
 

@@ -1,4 +1,4 @@
-"""Mutations of what a step does once: calls that differ between micro-batches, gathers of old parameters."""
+"""Mutations of the hoisted part of a step: calls that depend on the micro-batch, gathers of old parameters."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _with_call(
 
 
 def gather_before_the_update(phased: PhasedProgram, random: Random) -> _Found:
-    """A gather of an updated parameter that sends what it was before."""
+    """Gather the old value of an updated parameter."""
     if phased.update is None:
         raise NothingError
     update = copy_of(phased.update)
@@ -87,7 +87,7 @@ def _is_like(value: Any, other: Any) -> bool:
 
 
 def results_of(graph_module: fx.GraphModule | None) -> list[Any]:
-    """The nodes that a graph returns; none of no graph."""
+    """Return the nodes that a graph returns; an absent graph returns no nodes."""
     return [] if graph_module is None else list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 

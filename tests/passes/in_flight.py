@@ -1,7 +1,7 @@
-"""Runs in which what is in flight may not be touched: how processes, which do not wait, would show it in numbers.
+"""Run graphs with collectives that finish late, so that early reads and writes show in the numbers.
 
-The simulator finishes a collective where it starts. Watched by `InFlight`, its results are garbage until they are
-waited for, and stay so where memory that is sent was written meanwhile.
+The simulator finishes a collective at its start. Under `InFlight`, a result is garbage until its wait. The result stays
+garbage if memory in flight was written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _garbage(value: Tensor) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same numbers, NaN at the same places."""
+    """Whether two tensors have equal numbers, and NaN at equal places."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     return torch.equal(one.nan_to_num(_GARBAGE), other.nan_to_num(_GARBAGE)) and torch.equal(one.isnan(), other.isnan())

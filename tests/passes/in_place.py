@@ -1,4 +1,4 @@
-"""The update of a lowered program as processes run it: written over parameters and state, many in one call."""
+"""The update of a lowered program in the form that processes run: in place, with many parameters in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.lowering.bucket_updates import BucketUpdates
 
 
 def written_of(phased: PhasedProgram) -> dict[int, int]:
-    """The index of each result of the update to that of the placeholder whose place it takes."""
+    """Map the index of each result of the update to the index of the overwritten placeholder."""
     inputs, outputs, first = phased.lowered.inputs, phased.lowered.outputs, len(phased.carried)
     read = [inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + place for place, slot in enumerate(read)}
@@ -22,7 +22,7 @@ def written_of(phased: PhasedProgram) -> dict[int, int]:
 
 
 def in_place(phased: PhasedProgram) -> PhasedProgram:
-    """The program with its update as processes run it."""
+    """Return the program with its update in the form that processes run."""
     assert phased.update is not None, "only whole steps have an update"
     return replace(phased, update=_writing(phased.update, tuple(written_of(phased).items())))
 

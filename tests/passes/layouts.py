@@ -1,8 +1,8 @@
 """Ten kinds of plan that experts write by hand, for any small program on data x model.
 
-A layout says where parameters, optimizer state and inputs lie, by their shapes; all other values follow in program
-order: each call takes, of the strategies that move the least, one that splits the most. Some compute in a narrower
-type, recompute all that may be recomputed, or run fused kernels.
+A layout places parameters, optimizer state and inputs by their shapes. All other values follow in program order. Each
+call takes a strategy that moves the fewest bytes, and among these strategies one with most splits. Some layouts compute
+in a narrower type, recompute all allowed nodes, or run fused kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.passes.families import FAMILIES
 MESH = Mesh({"data": 2, "model": 2})
 _MEASURED = node_type("cpu_laptop")
 _NODE = replace(_MEASURED, intra=replace(_MEASURED.intra, reduce_scatter_phases=1.8))
-"""A layout is the same whatever is measured next: an all-reduce moves less than a reduce-scatter and a gather."""
+"""A fixed cluster, so that layouts do not depend on measured hardware; an all-reduce moves few bytes here."""
 _LAPTOP = Cluster(_NODE, nodes=1, devices_per_node=4)
 _WITH_HOST = Cluster(
     _NODE.with_device(replace(_NODE.device, host_link=HostLink(1e10, 1e10))), nodes=1, devices_per_node=4
@@ -60,13 +60,14 @@ class Layout:
     """A kind of plan.
 
     Args:
-        parameter, batch, state: where parameters, inputs and optimizer state lie; with state it is of a whole step.
-        dtype: of the model's parameters and inputs.
-        precision: what is computed in; None for the model's own types.
-        recomputes: whether all that may be recomputed is, as late as it may.
-        offloads: whether what may lie on the host between forward and backward does, until as late as it may; what
-            cannot is recomputed.
-        kernels: whether fused kernels stand in for operators; they take no float64.
+        parameter, batch, state: specs of parameters, inputs and optimizer state; with state the program is a whole
+            step.
+        dtype: type of the model's parameters and inputs.
+        precision: type of the computation; None for the model's own types.
+        recomputes: whether all allowed nodes are recomputed, as late as possible.
+        offloads: whether all allowed values lie on the host between forward and backward, as long as possible. Other
+            values are recomputed.
+        kernels: whether fused kernels replace operators; kernels take no float64.
     """
 
     parameter: Place
@@ -84,7 +85,7 @@ class Layout:
         return self.state is not None
 
     def wishes(self, slot: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[PartitionSpec]:
-        """Specs for a slot, the best first; one that it cannot have is passed over."""
+        """Return specs for a slot, the best first; impossible specs are skipped."""
         if slot.kind is InputKind.INPUT:
             return self.batch(slot, shape, number)
         if slot.kind is InputKind.STATE and self.state is not None:
@@ -97,7 +98,7 @@ def _whole(*_: object) -> Sequence[PartitionSpec]:
 
 
 def _rows(*_: object) -> Sequence[PartitionSpec]:
-    """Dim 0 over all ranks, or over some."""
+    """Return specs of dim 0 over all ranks, or over some ranks."""
     return P(("data", "model")), P("data"), P("model")
 
 
@@ -116,7 +117,7 @@ def _by_turns(_: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[Par
 
 
 def _two_axes(slot: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[PartitionSpec]:
-    """Tensor parallelism whose other dim, or the only one, is split over the data axis."""
+    """Return specs of tensor parallelism with another dim, or the only dim, split over the data axis."""
     last = len(shape) - 1
     both = [P("model", *[None] * (last - 1), "data"), P("data", *[None] * (last - 1), "model")] if last > 0 else []
     return *(both[::-1] if number % 2 else both), *_by_turns(slot, shape, number), P("data")
@@ -138,7 +139,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def program_of(family: str, layout: str) -> Program:
-    """The traced program of a family, as a layout needs it: of forward and backward, or of a whole step."""
+    """Return the traced program of a family in the form of a layout: forward and backward, or a whole step."""
     return _program_of(family, *_form(layout))
 
 
@@ -179,7 +180,7 @@ def phased_of(family: str, layout: str) -> PhasedProgram:
 
 
 def planning_of(family: str, layout: str) -> PlanningProblem:
-    """The planning problem of a family's program, as a layout needs it."""
+    """Return the planning problem of a family's program in the form of a layout."""
     return _planning_of(family, *_form(layout))
 
 
@@ -191,9 +192,9 @@ def lowered_under(
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
 ) -> PhasedProgram:
-    """The lowered program of any trace under a layout; `planning` is its problem, if it is known.
+    """Return the lowered program of any trace under a layout; `planning` is the known problem, or None.
 
-    That of a whole step is one of two micro-batches, which share what parameters decide alone.
+    A whole step has two micro-batches, which share all values that depend on parameters alone.
     """
     plan = _roomy(plan_under(layout, planning or _planning(program)))
     return _lowered(layout, program, plan, with_overlap=with_overlap, reduce_dtype=reduce_dtype)
@@ -219,9 +220,9 @@ def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
 
 
 def _bringing_back(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster) -> Plan:
-    """The plan of a choice of strategies that offloads, if the cluster has a host, and else recomputes all it may.
+    """Return the plan of some strategies with offloading if the cluster has a host, else with all recomputation.
 
-    The plan takes the latest of two ways.
+    Values come back as late as possible.
     """
 
     def latest(variable: int, options: np.ndarray) -> int:
@@ -248,7 +249,7 @@ def planning_on(mesh: Mesh, program: Program) -> PlanningProblem:
 
 
 def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:
-    """For each slot's variable the options that have the spec that the layout wishes."""
+    """Return, for each slot's variable, the options with the best possible spec of the layout."""
     program, allowed = planning.space.program, {}
     counts: defaultdict[tuple[InputKind, int], int] = defaultdict(int)
     nodes = program.nodes_by_name()
@@ -266,7 +267,7 @@ def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:
 
 
 def _follow(planning: PlanningProblem, placed: Mapping[int, np.ndarray]) -> list[int]:
-    """One option for each variable in program order: what moves least beside those before it, then splits most."""
+    """Choose one option for each variable in program order: fewest bytes moved first, then most splits."""
     edges: defaultdict[int, list[Edge]] = defaultdict(list)
     for edge in planning.assignment.edges:
         edges[edge.tail].append(edge)

@@ -37,7 +37,7 @@ _FAILURES = (
     AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError, AssertionError,
     MemoryError, SystemError,
 )  # fmt: skip
-"""How a program that cannot run shows it."""
+"""Errors of a program that cannot run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Run:
     def numbers(
         self, place: Place, phased: PhasedProgram, prepared: Program, order: PipelineOrder = RIGHT_ORDER
     ) -> list[Tensor | str]:
-        """Return the results, of every rank if ranks should hold copies; for one rank alone, the values it sends."""
+        """Return the results, of every rank for copies; for a single rank, its sent values."""
         if place is Place.PREPARATION:
             values = [[value] for value in self.batches[0]]
             return [ranks[0] for ranks in simulate(prepared.graph_module, _ONE, values)]
@@ -105,10 +105,10 @@ class Run:
 
 
 def _ask_child(question: Callable[[], bool]) -> bool:
-    """The answer of a process of its own; yes if that is killed: with wrong sizes operators write where they must not.
+    """Answer in a separate process; a killed process counts as yes, because wrong sizes write out of bounds.
 
     Raises:
-        RuntimeError: the question was not answered; its traceback is printed.
+        RuntimeError: the process failed otherwise; its traceback is printed.
     """
     child = os.fork()
     if child == 0:
@@ -130,7 +130,7 @@ def _poison(slot: LocalSlot) -> float:
 
 
 def draw_batch(lowered: LoweredProgram, examples: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Generic values for all placeholders: normal numbers; integers are those of the examples, turned round."""
+    """Return random values for all placeholders: normal numbers, and the example's integers reversed."""
     numbers = torch.Generator().manual_seed(seed)
     found = []
     for slot in lowered.inputs:
@@ -161,12 +161,12 @@ def run_of(phased: PhasedProgram, examples: Sequence[Tensor]) -> Run:
 
 @dataclass(slots=True)
 class _Simulated:
-    """Runs a graph on all ranks, with nothing touched in flight.
+    """Run a graph on all ranks, with guarded memory in flight.
 
     Args:
         mesh: the ranks.
-        is_written: the graph that writes over its inputs, if one does; `left` is what it leaves in them.
-        sending: told what is sent, if anybody is.
+        is_written: the graph that writes its inputs, if any; `left` has the inputs afterwards.
+        sending: records messages, if given.
     """
 
     mesh: Mesh
@@ -190,7 +190,7 @@ class _Simulated:
 
 @dataclass(slots=True)
 class _Sending:
-    """The values that one rank sends, by communicator: two ranks' values in the same turn must fit together."""
+    """Values that one rank sends, by communicator; values that two ranks send in one turn must fit."""
 
     rank: int
     values: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
@@ -204,17 +204,17 @@ class _Sending:
             self.sent[str(node.args[-1])] += [f"{node.target} {node.args[1:]}", *operands]
 
     def everything(self) -> list[Tensor | str]:
-        """All that was sent, one communicator after the other."""
+        """Return all sent values, one communicator after the other."""
         return [item for name in sorted(self.sent) for item in (name, *self.sent[name])]
 
 
 def _run_step(
     phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: PipelineOrder, run: _Simulated
 ) -> list[list[Tensor]]:
-    """Results in the order of the joint program's slots, outputs and gradients added over micro-batches.
+    """Return results in the order of the joint program's slots; outputs and gradients are sums over micro-batches.
 
-    The order is that of `TracedStep`. The hoisted part runs before the first forward; the first forward draws the first
-    seed, and each reads the buffers that the one before it wrote.
+    The order is the order of `TracedStep`. The hoisted part runs before the first forward. The first forward draws the
+    first seed, and each forward reads the buffers that the previous forward wrote.
     """
     inputs, outputs = phased.lowered.inputs, phased.lowered.outputs
     results: list[Any] = [None] * len(outputs)
@@ -261,7 +261,7 @@ def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 
 def _numbers_of(lowered: LoweredProgram, results: Sequence[list[Tensor]]) -> list[Tensor | str]:
-    """Each result as a whole, and whether what each rank holds of it, but for padding, is of that whole."""
+    """Return each whole result, and whether every rank's piece, without padding, belongs to the whole."""
     numbers: list[Tensor | str] = []
     for slot, ranks in zip(lowered.outputs, results, strict=True):
         whole = unshard(ranks, slot.spec, lowered.mesh, slot.shape)

@@ -1,9 +1,14 @@
-"""Wrong programs: mutations lifted to what is compiled, each with the check that should refuse it and a run of it.
+"""Wrong programs: mutations of compiled programs, each with its check and its run.
 
-A mutant is wrong in the joint program, its slots or what of it is added up over micro-batches (`verify_program`), in
-the phases that it is cut into (`verify_phases`), in the form that is lowered (`verify_preparation`), in the update as
-it is written in place, or the backward as it fills its buckets (`verify_in_place`), or on one rank alone, whose text
-the others compare with theirs. `tests.passes.mutant_runs` runs mutants beside the right program.
+A mutant is wrong in one place, which has its own check.
+
+* The joint program, its slots or its sums over micro-batches: `verify_program`.
+* The phases: `verify_phases`.
+* The prepared form: `verify_preparation`.
+* The in-place update, or the backward that fills buckets: `verify_in_place`.
+* One rank alone: ranks compare their texts.
+
+`tests.passes.mutant_runs` runs mutants beside the right program.
 """
 
 from __future__ import annotations
@@ -59,13 +64,13 @@ class Mutant:
     """A compiled program with one mistake.
 
     Args:
-        place: where it is wrong.
+        place: the wrong part.
         kind: name of the mutation.
-        what: what it did.
-        phased: the program with the mistake (the right one, if it is in its preparation); of one rank alone, its own.
-        prepared: the form that is lowered, with the mistake if it is there.
-        order: in which a step runs its micro-batches, with the mistake if it is there.
-        right: the right program, where the check compares with it.
+        what: description of the change.
+        phased: the program with the mistake, or one rank's program; the right program for a mistake in preparation.
+        prepared: the prepared form, with the mistake if the mistake is there.
+        order: the order of micro-batches in a step, with the mistake if the mistake is there.
+        right: the right program, for checks that compare.
     """
 
     place: Place
@@ -85,7 +90,7 @@ class Mutant:
         return False
 
     def check(self, traced: Program, forms: LocalForms | None = None) -> None:
-        """The check of its place, as `autoshard.compile` makes it, or ranks do before a step."""
+        """Run the check of the wrong part, as `autoshard.compile` or the ranks before a step do."""
         match self.place:
             case Place.PREPARATION:
                 verify_preparation(traced, self.prepared)
@@ -107,7 +112,7 @@ class Mutant:
 
 
 def draw_mutant(phased: PhasedProgram, random: Random) -> Mutant:
-    """One mutant of a program: half of them of what rewrites put in, if there is such; kinds are equally likely."""
+    """Draw one mutant of a program, half of the time in inserted code; kinds are equally likely."""
     while True:
         kinds = KINDS if random.random() < 0.5 else OF_REWRITES
         mutant = mutate(phased, *random.choice(list(kinds)), random)
@@ -116,7 +121,7 @@ def draw_mutant(phased: PhasedProgram, random: Random) -> Mutant:
 
 
 def mutate(phased: PhasedProgram, place: Place, kind: str, random: Random, kinds: Kinds | None = None) -> Mutant | None:
-    """A mutant of some kind (of `KINDS`, or of others); None where the program has no place for it."""
+    """Return a mutant of a kind, from `KINDS` by default; None if the program has no place for the kind."""
     try:
         what, wrong, prepared = (kinds or KINDS)[place, kind](phased, random)
     except NothingError:
@@ -137,7 +142,7 @@ def mutate_order(phased: PhasedProgram, random: Random) -> Mutant | None:
 Found = tuple[str, PhasedProgram, Program]
 Mutate = Callable[[PhasedProgram, Random], Found]
 Kinds = Mapping[tuple[Place, str], Mutate]
-"""Makers of mutants, by the wrong part and the mutation; `NothingError` where the program has no place for one."""
+"""Functions that make mutants, by wrong part and mutation; `NothingError` means that the program has no place."""
 
 
 def _in_program(mutation: Mutation) -> Mutate:
@@ -179,7 +184,7 @@ _PHASES = ("hoisted", "forward", "backward", "update")
 
 
 def exchange_kept(phased: PhasedProgram, random: Random) -> Found:
-    """Two values that one phase keeps for the next, exchanged where they are given or where they are taken."""
+    """Exchange two values that one phase keeps for the next, at the giving or at the taking phase."""
     kept = {("forward", "backward"): len(phased.saved), ("backward", "update"): len(phased.carried)}
     kept["hoisted", "forward"] = len(results_of(phased.hoisted))
     (giver, taker), count = random.choice(list(kept.items()))
@@ -217,7 +222,7 @@ def exchange_places(phased: PhasedProgram, random: Random) -> Found:
 
 
 def update_too_early(phased: PhasedProgram, random: Random) -> Found:
-    """A call of the update that is made for each micro-batch: what is added up is made of gradients, not these."""
+    """Make a call of the update for each micro-batch, although the sums over micro-batches feed the update."""
     module = copy_of(phased.lowered.graph_module)
 
     def is_first(node: fx.Node) -> bool:
@@ -242,7 +247,7 @@ _INDICES = (
 
 
 def promise_other_spec(phased: PhasedProgram, random: Random) -> Found:
-    """A slot that is said to lie otherwise: a weight that is not synchronised, a gradient split for one that is not."""
+    """Promise a wrong spec for a slot, such as a whole gradient in place of a partial gradient."""
     lowered = phased.lowered
     field = random.choice(("inputs", "outputs"))
     slots: list[LocalSlot] = list(getattr(lowered, field))

@@ -1,7 +1,7 @@
-"""Mutations of lowered programs: what a wrong pass could have done.
+"""Mutations of lowered programs: mistakes that a wrong pass could make.
 
-Each mutation takes a graph, a seeded source of choices and the mesh, changes the graph in place, and says what it did.
-It raises `NothingError` where the graph has nothing of its kind.
+Each mutation takes a graph, a seeded source of choices and the mesh. A mutation changes the graph in place, and returns
+a description of the change. It raises `NothingError` if the graph has no place for the mutation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 
 class Copy(nn.Module):
-    """A graph with its constants, without the code that a GraphModule writes for it: that takes longer than a proof."""
+    """A graph with its constants, without a GraphModule's code, because writing the code takes longer than a proof."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Copy(nn.Module):
 
 
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The same program over a graph of its own, which may be changed."""
+    """Return the same program over a copy of its graph."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -63,19 +63,19 @@ class NothingError(Exception):
 
 
 def choose(random: Random, items: Sequence[Any]) -> Any:
-    """One of some items; `NothingError` where there is none."""
+    """Choose an item; raise `NothingError` without items."""
     if not items:
         raise NothingError
     return random.choice(items)
 
 
 def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> Any:
-    """Some call that is `wanted`."""
+    """Choose a call with the property `wanted`."""
     return choose(random, [node for node in graph.nodes if node.op == "call_function" and wanted(node)])
 
 
 def tried(mutation: Mutation, graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    """What a mutation did; None where the graph has nothing of its kind."""
+    """Return the description of a mutation; None if the graph has no place for the mutation."""
     try:
         return mutation(graph, random, mesh)
     except NothingError:
@@ -109,7 +109,7 @@ def insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Ranks go on with what they hold themselves, brought to the shape that is expected."""
+    """Replace a collective by a rank's own value, reshaped to the expected shape."""
     wait = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
     collective = wait.args[0]
     operand = collective.args[0]
@@ -168,7 +168,7 @@ def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def replace_operand(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A stale value, or a wrong one: any earlier one of the same shape."""
+    """Replace an operand by an earlier value of the same shape."""
     nodes = list(graph.nodes)
     node = pick(graph, random, lambda node: any(map(is_tensor, node.all_input_nodes)))
     operand = choose(random, [item for item in node.all_input_nodes if is_tensor(item)])
@@ -190,7 +190,7 @@ def change_rank_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def forget_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A piece is taken for the first one: the index of the rank is lost."""
+    """Replace the index of the rank by zero in the offset of a piece."""
 
     def reads_rank(node: fx.Node) -> bool:
         return isinstance(node.target, torch._ops.OpOverload) and any(map(_is_rank_integer, node.all_input_nodes))
@@ -249,7 +249,7 @@ def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A node is left out: its users read one of its operands of the same shape."""
+    """Remove a node; users read an operand of the same shape instead."""
 
     def candidates(node: fx.Node) -> list[fx.Node]:
         if not is_tensor(node) or node.target in COLLECTIVES:
@@ -321,7 +321,7 @@ def changes_numbers(
     atol: float,
     equal_nan: bool = False,
 ) -> bool:
-    """Whether some rank returns another number than before, of `values` by rank; one that does not run counts."""
+    """Whether any rank returns other numbers for `values` by rank; a rank that fails counts."""
     expected = simulate(program.graph_module, program.mesh, values)
     try:
         results = simulate(mutated, program.mesh, values)

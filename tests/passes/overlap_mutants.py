@@ -1,6 +1,6 @@
-"""Wrong programs of the passes that let ranks communicate while they compute: buckets, late waits, writes in place.
+"""Wrong programs of the overlap passes: buckets, late waits, writes in place.
 
-They are drawn of programs whose collectives lie in as few buckets as there can be.
+Mutants are drawn from programs with as few buckets as possible.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ LARGE = BucketCollectives(end_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 
 _TRIES = 5
 _RARE, _RARELY = ("hoist_gather", "lower_wait", "gather_before_the_update", "hoist_what_differs"), 0.1
-"""Kinds that few programs have, and the share of draws that are of these alone: without, there would be a handful."""
+"""Kinds that few programs have, and the share of draws from these kinds; otherwise the kinds would hardly appear."""
 
 
 def in_buckets(phased: PhasedProgram) -> PhasedProgram:
-    """A program without overlap, with all that the passes of overlap can do, whatever memory it takes."""
+    """Apply every overlap pass to a program, without a memory limit."""
     return _after(_passes(InFlight(buckets=LARGE)), phased)
 
 
@@ -66,7 +66,7 @@ def _after(passes: Sequence[Pass], phased: PhasedProgram) -> PhasedProgram:
 
 
 def draw_overlap_mutant(plain: PhasedProgram, phased: PhasedProgram, random: Random) -> Mutant:
-    """A mutant of `phased`, which is `in_buckets(plain)`; kinds are equally likely, where the program has them."""
+    """Draw a mutant of `phased`, which is `in_buckets(plain)`; possible kinds are equally likely."""
     kinds = overlap_kinds(plain)
     rare = [kind for kind in kinds if kind[1] in _RARE]
     while True:
@@ -103,7 +103,7 @@ def _is_many(node: fx.Node) -> bool:
 
 
 def hoist_gather(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A collective, with what it is made of, ahead of a call that writes."""
+    """Move a collective with its operands ahead of a call that writes."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     pairs = [
         (writer, node)
@@ -121,7 +121,7 @@ def hoist_gather(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A wait behind a call that writes, with all that reads it."""
+    """Move a wait with its readers behind a call that writes."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     pairs = [
         (wait, writer)
@@ -167,7 +167,7 @@ def exchange_updated(lists: list[list[Any]], random: Random) -> bool:
 
 
 def leave_updated_out(lists: list[list[Any]], random: Random) -> bool:
-    """A parameter that is not updated."""
+    """Leave a parameter out of the update."""
     index = random.randrange(len(lists[0]))
     for items in lists:
         del items[index]
@@ -175,7 +175,7 @@ def leave_updated_out(lists: list[list[Any]], random: Random) -> bool:
 
 
 def update_twice(lists: list[list[Any]], random: Random) -> bool:
-    """A parameter that is updated twice."""
+    """Update a parameter twice."""
     index = random.randrange(len(lists[0]))
     for items in lists:
         items.append(items[index])
@@ -183,7 +183,7 @@ def update_twice(lists: list[list[Any]], random: Random) -> bool:
 
 
 def skip_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A copy less: of a value that is read later, or into the input whose place a result takes."""
+    """Remove a copy of a value that is read later, or a copy into an overwritten input."""
     node: Any = pick(graph, random, lambda node: node.target in (_aten.clone.default, _aten.copy_.default))
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
@@ -219,7 +219,7 @@ def _in_backward(mutation: Mutation) -> Mutate:
 
 
 def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A collective that starts ahead of another, with what it is made of."""
+    """Start a collective with its operands ahead of another collective."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     started = [node for node in graph.nodes if is_collective(node)]
     if len(started) < 2:
@@ -234,7 +234,7 @@ def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def _passes_otherwise(plain: PhasedProgram) -> Mutate:
-    """One rank whose passes had other limits: of its buckets, or of what is in flight."""
+    """Lower one rank with other limits, of buckets or of messages in flight."""
     sizes = (64, 256, 1024, 4096)
     choices = (*BESIDE, *(InFlight(buckets=_limited(size)) for size in sizes))
 
@@ -260,7 +260,7 @@ _ANY = (
 """Mistakes of any pass that rewrites collectives."""
 
 _IN_FLIGHT = (bucket_mutations.write_in_flight, bucket_mutations.wait_for_other, bucket_mutations.move_call)
-"""Mistakes with what is under way."""
+"""Mistakes with messages in flight."""
 
 _IN_UPDATE = (
     hoist_gather, lower_wait, *map(_of_updates, (exchange_updated, leave_updated_out, update_twice)), skip_copy,
@@ -273,7 +273,7 @@ _OF_ONE_RANK = (
 
 
 def overlap_kinds(plain: PhasedProgram) -> Kinds:
-    """Mistakes of the passes of overlap, in programs of which `plain` is the form without them."""
+    """Return mistakes of the overlap passes; `plain` is the program without overlap."""
     return {
         **{(Place.PHASES, item.__name__): in_phase(item) for item in (*BUCKET_MUTATIONS, *FLIGHT_MUTATIONS, *_ANY)},
         **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},

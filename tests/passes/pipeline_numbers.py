@@ -1,8 +1,8 @@
-"""A pipeline's step in numbers: what it computes, or that it never ends. Integers, so that every order adds the same.
+"""Run a pipeline's step in integers, and find wrong results and deadlocks.
 
-Stage s maps x to (s + 2) x + c, where c counts the stage's forwards so far, as a seed or a running mean does; the loss
-of a micro-batch is what the last stage makes of it. A rank stops where it waits for its inputs; its transfers run one
-slot after the other. A rank receives the value that was sent, whatever it takes the value for.
+Stage s maps x to (s + 2) x + c. The count c of the stage's forwards stands for a seed or a running mean. The loss of a
+micro-batch is the last stage's output. A rank waits for its inputs; its transfers run one slot after the other. A rank
+receives the sent value, whichever value the rank expects. Integers have equal sums in any order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from autoshard.ir.pipeline_order import PipelineOrder, StageTask, Work
 
 Key = tuple[int, str, int]
-"""The key of a value on a rank: the stage that reads or made it, its kind, the micro-batch."""
+"""Key of a value on a rank: the reading or writing stage, the kind, the micro-batch."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """Values on a rank, its gradients, and the transfers that it has issued."""
+    """A rank's values, gradients, and issued transfers."""
 
     last: int
     held: dict[Key, int] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class _Rank:
     is_done: bool = False
 
     def run(self, order: PipelineOrder, rank: int) -> Iterator[bool]:
-        """Yields whether it got further."""
+        """Run until a wait; yield whether any task ran."""
         for slot in order.ranks[rank]:
             if slot[0].work.is_transfer:
                 self.issued.append([(task, self._sent(task)) for task in slot])
@@ -65,7 +65,7 @@ class _Rank:
             self.gradients[stage] = self.gradients.get(stage, 0) + share
 
     def _make(self, stage: int, kind: str, number: int, value: int) -> None:
-        """Keep what was made; a neighbouring stage reads it here, should it lie on this rank too."""
+        """Store a result, also for a neighbouring stage on the same rank."""
         self.held[stage, kind, number] = value
         if kind == "y" and stage == self.last:
             self.held["loss", "", number] = value
@@ -73,7 +73,7 @@ class _Rank:
 
 
 def compute(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
-    """The losses, and the gradient of each stage's weight; None if it never ends, or reads what is not there."""
+    """Return the losses and each stage's weight gradient; None for a deadlock, or for a read of a missing value."""
     try:
         return _compute(order)
     except (AssertionError, KeyError, IndexError):
@@ -98,7 +98,7 @@ def _compute(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
 
 
 def _transfer(order: PipelineOrder, ranks: list[_Rank], sender: int, receiver: int) -> bool:
-    """Hand over the next value, if both have come to it and call it by the same tag."""
+    """Exchange the next value once both ranks have reached a transfer of one tag."""
     found = []
     for rank, other, is_send in ((sender, receiver, True), (receiver, sender, False)):
         slot = ranks[rank].issued[0] if ranks[rank].issued else []
@@ -118,5 +118,5 @@ def _transfer(order: PipelineOrder, ranks: list[_Rank], sender: int, receiver: i
 
 
 def _peer(task: StageTask) -> int:
-    """The stage at the other end of a transfer."""
+    """Return the stage at the other end of a transfer."""
     return task.stage + (1 if task.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD) else -1)

@@ -27,7 +27,7 @@ def _is_recomputed(node: fx.Node) -> bool:
 
 
 def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A value is computed again from another one than it was made of."""
+    """Recompute a value from a wrong input."""
     order = {node: index for index, node in enumerate(graph.nodes)}
 
     def others(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
@@ -42,7 +42,7 @@ def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> s
 
 
 def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Make a reader of a recomputed value read an older one: of the forward, or an operand of the recomputed value."""
+    """Make a reader of a recomputed value read an operand of the value, or a value of the forward."""
     node = pick(graph, random, lambda node: _is_recomputed(node) and bool(node.users))
     stale = []
     for item in graph.nodes:
@@ -73,7 +73,7 @@ def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A stale value goes to the host: one that was there before what should."""
+    """Copy an older value to the host."""
     order = {node: index for index, node in enumerate(graph.nodes)}
 
     def others(node: fx.Node) -> list[fx.Node]:
@@ -87,7 +87,7 @@ def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def skip_transfer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A value is read where it lies: on the host, or, with a copy back, where it never left."""
+    """Read a value at the wrong side: on the host, or on the device in place of a copy back."""
     node = pick(graph, random, lambda node: node.target in TRANSFERS)
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     graph.erase_node(node)
@@ -95,7 +95,7 @@ def skip_transfer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def read_before_made(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A copy to or from the host, or a clone, stands before what it reads."""
+    """Move a copy or a clone in front of its operand."""
 
     def is_moved(node: fx.Node) -> bool:
         is_again = node.target in TRANSFERS or _is_recomputed(node)
@@ -111,7 +111,7 @@ def _casts(node: fx.Node) -> bool:
 
 
 def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A value goes on in the type that it had."""
+    """Remove a cast."""
     node = pick(graph, random, _casts)
     (operand,) = node.all_input_nodes
     node.replace_all_uses_with(operand)
@@ -120,7 +120,7 @@ def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A value is converted to another type than it should be."""
+    """Cast a value to another type."""
     node = pick(graph, random, _casts)
     other = choose(random, [dtype for dtype in _FLOATS if dtype is not node.kwargs.get("dtype")])
     node.kwargs = {**node.kwargs, "dtype": other}
@@ -128,7 +128,7 @@ def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def drop_loss_scale(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A scalar, the loss or its gradient, that is not scaled: a mean becomes a sum, a weight of a term is lost."""
+    """Remove the scale of a scalar loss or gradient: a mean becomes a sum, or a term loses its weight."""
 
     def scales(node: fx.Node) -> bool:
         operand: Any = node.args[0] if node.args else None
@@ -183,7 +183,7 @@ def _other(item: Any, random: Random) -> Any:
 
 
 def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Another result of a kernel is read than the one that should be."""
+    """Read a wrong result of a kernel."""
 
     def others(node: fx.Node) -> list[int]:
         kernel = node.args[0] if node.target is operator.getitem else None

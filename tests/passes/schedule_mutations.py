@@ -9,11 +9,11 @@ from random import Random
 from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask, Work
 
 Place = tuple[int, int]
-"""A rank, and the place of one of its slots."""
+"""A rank, and the place of a slot on the rank."""
 
 
 def _places(order: PipelineOrder, *works: Work) -> list[Place]:
-    """The slots whose first task does one of `works`; all slots if none is given."""
+    """Return the slots whose first task does one of `works`; all slots without `works`."""
     return [
         (rank, place)
         for rank, slots in enumerate(order.ranks)
@@ -23,7 +23,7 @@ def _places(order: PipelineOrder, *works: Work) -> list[Place]:
 
 
 def _with_slots(order: PipelineOrder, changed: Mapping[Place, tuple[Slot, ...]]) -> PipelineOrder:
-    """An order with other slots at some places: none, one or several."""
+    """Return an order with the slots at some places replaced by any number of slots."""
     ranks = (
         tuple(new for place, slot in enumerate(slots) for new in changed.get((rank, place), (slot,)))
         for rank, slots in enumerate(order.ranks)
@@ -41,17 +41,17 @@ _COMPUTES = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEI
 
 
 def drop_send(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A message that is not sent."""
+    """Remove the send of a message."""
     return _with_slots(order, {random.choice(_places(order, *_SENDS)): ()})
 
 
 def drop_receive(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A message that is not received."""
+    """Remove the receive of a message."""
     return _with_slots(order, {random.choice(_places(order, *_RECEIVES)): ()})
 
 
 def drop_transfer(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A message that is neither sent nor received."""
+    """Remove a message at both ends."""
     sent = random.choice(_places(order, *_SENDS))
     message = _at(order, sent)[0].message
     received = next(place for place in _places(order, *_RECEIVES) if _at(order, place)[0].message == message)
@@ -59,7 +59,7 @@ def drop_transfer(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def double_send(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A message that is sent twice."""
+    """Send a message twice."""
     place = random.choice(_places(order, *_SENDS))
     return _with_slots(order, {place: (_at(order, place), _at(order, place))})
 
@@ -75,7 +75,7 @@ def swap_receives(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def exchange_slots(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Two slots of a rank in each other's place, whatever they do."""
+    """Exchange two slots of a rank."""
     return _swap_two(order, random, ())
 
 
@@ -86,7 +86,7 @@ def _swap_two(order: PipelineOrder, random: Random, works: tuple[Work, ...]) -> 
 
 
 def exchange_neighbours(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Two slots that follow each other, exchanged: a send before its value is made, a receive behind its reader."""
+    """Exchange two neighbouring slots: a send before its value, a receive behind its reader."""
     rank, place = random.choice([place for place in _places(order) if place[1] > 0])
     first, second = (rank, place - 1), (rank, place)
     return _with_slots(order, {first: (_at(order, second),), second: (_at(order, first),)})
@@ -104,7 +104,7 @@ def permute_tags(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def reorder_micro_batches(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """One stage, or all of them, with two micro-batches in each other's place."""
+    """Exchange two micro-batches, in one stage or in all stages."""
     first, second = random.sample(range(order.micro_batches), 2)
     stage = random.choice([None, *range(len(order.stage_ranks))])
     other = {first: second, second: first}
@@ -130,14 +130,14 @@ def take_other_micro_batch(order: PipelineOrder, random: Random) -> PipelineOrde
 
 
 def take_other_stage(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A task that is of the next stage, or of the one before."""
+    """Give a task to the next or the previous stage."""
     place = random.choice(_places(order))
     task, *others = _at(order, place)
     return _with_slots(order, {place: ((replace(task, stage=task.stage + random.choice((-1, 1))), *others),)})
 
 
 def drop_task(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A stage that leaves out a micro-batch's forward, its backward, or half of that."""
+    """Remove a micro-batch's forward, backward, or half a backward from a stage."""
     return _with_slots(order, {random.choice(_places(order, *_COMPUTES)): ()})
 
 
@@ -148,7 +148,7 @@ def double_task(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def cut_backward(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """A backward of which only one half runs."""
+    """Replace a backward by one of its halves."""
     half = random.choice((Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT))
     place = random.choice(_places(order, Work.BACKWARD, Work.BACKWARD_INPUT))
     task, *others = _at(order, place)
@@ -156,7 +156,7 @@ def cut_backward(order: PipelineOrder, random: Random) -> PipelineOrder:
 
 
 def count_otherwise(order: PipelineOrder, random: Random) -> PipelineOrder:
-    """Losses that are divided by another number of micro-batches than run."""
+    """Divide losses by a wrong number of micro-batches."""
     counts = [number for number in range(1, 2 * order.micro_batches + 1) if number != order.micro_batches]
     return replace(order, micro_batches=random.choice(counts))
 

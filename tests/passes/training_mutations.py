@@ -42,7 +42,7 @@ def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A reduction behind the call that should read what it reduced."""
+    """Move a reduction behind its reader."""
 
     def reads_reduced(node: fx.Node) -> bool:
         operand = node.args[0] if node.target in _POINTWISE and node.args else None
@@ -60,7 +60,7 @@ def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def drop_addend(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """One of two contributions lost: of a tied weight's gradient, or a residual."""
+    """Remove one of two addends: of a tied weight's gradient, or of a residual."""
 
     def adds(node: fx.Node) -> bool:
         return node.target is aten.add.Tensor and all(is_tensor(item) and alike(item, node) for item in node.args)
@@ -73,7 +73,7 @@ def drop_addend(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """A weight, a state or another result that is returned as it came in."""
+    """Return a weight, a state or another result unchanged."""
     output = graph.output_node()
     results: Any = output.args[0]
     inputs = [node for node in graph.nodes if node.op == "placeholder" and is_tensor(node)]
@@ -89,7 +89,7 @@ def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def read_unreduced(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """One of several readers goes on with what was not reduced yet: a weight that is not synchronised."""
+    """Let one of several readers read an unreduced value, such as an unsynchronised weight."""
     wait = pick(graph, random, lambda node: _ends_reduction(node) and alike(node, node.args[0].args[0]))  # type: ignore[union-attr]
     if not wait.users:
         raise NothingError
@@ -100,7 +100,7 @@ def read_unreduced(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Random numbers that are drawn from a seed of each rank's own."""
+    """Draw random numbers from a separate seed on each rank."""
     seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("seed")), None)
     readers = [] if seed is None else list(seed.users)
     if not readers:
@@ -115,7 +115,7 @@ def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Gathered pieces that are joined along another dim."""
+    """Join gathered pieces along another dim."""
 
     def is_gathered(node: fx.Node) -> bool:
         wait: Any = node.args[0] if node.target is aten.view.default else None
@@ -186,7 +186,7 @@ def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 
 
 def exchange_equal_calls(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
-    """Two calls of one operator read each other's operands: layers, heads, micro-batches taken for one another."""
+    """Exchange the operands of two calls of one operator, as of two layers, heads or micro-batches."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and is_tensor(node) and node.all_input_nodes and _has_own_operands(node):

@@ -8,6 +8,7 @@ literal in braces.
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -17,12 +18,12 @@ from pathlib import Path
 
 CODE = "`code`"
 _SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Fields|Note|Raises|Returns|Yields|Parameters):$")
-_BULLET = re.compile(r"([*+-]|\d+[.)]|\([a-z0-9]\)|:param \w+:|:returns?:)\s+")
-_ITEM = re.compile(r"[\w*`\[\].]+(, [\w*`\[\].]+)*( \([^)]*\))?:\s+")
-_VALUE = re.compile(r"((\"[^\"]*\"|None|Default|\w+\(\.\.\.\))(, | or )?)+( \([^)]*\))?:\s+")
+_BULLET = re.compile(r"\A([*+-]|\d+[.)]|\([a-z0-9]\)|:param \w+:|:returns?:)\s+")
+_ITEM = re.compile(r"\A[\w*`\[\].]+(, [\w*`\[\].]+)*( \([^)]*\))?:\s+")
+_VALUE = re.compile(r"\A((\"[^\"]*\"|None|Default|\w+\(\.\.\.\))(, | or )?)+( \([^)]*\))?:\s+")
 _RULE = re.compile(r"[-=~^#+|:\s]+$")
 _ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|[\"'][a-z]|autoshard\b)")
-_ABBREVIATION = re.compile(r"(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
+_ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def _python_blocks(source: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
+            yield node.lineno, inspect.cleandoc(node.value.value)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Error", "Warning")):
             yield from _messages(node)
     yield from _comments(source)
@@ -100,7 +101,7 @@ def _paragraphs(block: str) -> Iterator[tuple[int, str]]:
         begins = bool(_BULLET.match(line) or (named and _ITEM.match(line)))
         if not line or doctest or literal >= 0 or begins or _skipped(line) or line.startswith("|"):
             if paragraph:
-                literal = start_indent if paragraph[-1].endswith("::") else literal
+                literal = start_indent + 3 if not item and paragraph[-1].endswith(":") else -1
                 yield start, " ".join(paragraph)
             paragraph = []
         if not line or doctest or literal >= 0 or _skipped(line):

@@ -21,7 +21,7 @@ def make_plan(mesh: dict[str, int], **constraints: autoshard.PartitionSpec) -> P
 
 
 def test_differences_are_both_plans_figures() -> None:
-    """Times, memory and specs of the one and of the other."""
+    """A comparison shows time, memory and specs of both plans."""
     one, other = make_plan({"data": 4}), make_plan({"data": 2, "model": 2}, **{"0_weight": P("model", None)})
     found = one.compare(other)
     assert found.step_time_s == (one.predicted.step_time_s, other.predicted.step_time_s)
@@ -35,7 +35,7 @@ def test_differences_are_both_plans_figures() -> None:
 
 
 def test_what_is_hidden_stands_beside_what_is_exposed() -> None:
-    """Reductions of wide gradients run beside the backward, a row for each axis; the step's parts are as they were."""
+    """Hidden communication has a row for each axis beside the exposed time, and the parts of the step stay."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))
         inputs = (torch.zeros(65536, 2048),)
@@ -51,7 +51,7 @@ def test_what_is_hidden_stands_beside_what_is_exposed() -> None:
 
 
 def test_a_plan_differs_from_itself_in_nothing() -> None:
-    """And says so."""
+    """A plan compared with itself prints that nothing differs."""
     plan = make_plan({"data": 4})
     found = plan.compare(plan)
     assert not found.parameters

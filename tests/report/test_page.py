@@ -37,7 +37,7 @@ PLAN = Plan(
 
 
 class _Page(HTMLParser):
-    """The text of a page, its open tags, and what it refers to outside of itself."""
+    """The text of a page, its open tags, and its external references."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_the_page_says_what_the_plan_is() -> None:
 
 
 def test_what_a_plan_does_not_have_is_left_out() -> None:
-    """No timeline, no baselines, no operators: no headings for them either."""
+    """A plan without timeline, baselines or operators has no headings for them."""
     bare = replace(PLAN, predicted=replace(PLAN.predicted, timeline=None), baselines={}, operators=())
     text = render_page(bare)
     for heading in ("Timeline", "Known recipes", "Operators"):
@@ -115,7 +115,7 @@ def _count(name: str) -> int:
 
 
 def test_a_schedule_is_drawn_in_the_colours_of_its_work() -> None:
-    """Forwards, backwards and halves of them are told apart, and a legend says how; other timelines have none."""
+    """A schedule has colours and a legend for forwards, backwards and halves; other timelines have none."""
     names = ("0F0", "1F0", "1I0", "1W0", "0B0")
     spans = [(0, "compute", name, number * 1e-3, (number + 1) * 1e-3) for number, name in enumerate(names)]
     trace = Trace.of(["pipeline rank 0"], [*spans, (0, "compute", "update", 5e-3, 6e-3)])

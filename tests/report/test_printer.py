@@ -38,7 +38,7 @@ def test_what_is_not_known_is_not_printed() -> None:
 
 
 def test_the_figures_asked_for_first_come_first() -> None:
-    """Step, throughput, utilisation, memory of its limit; what the axes do; and then all else."""
+    """Step, throughput, utilisation and memory come first, then the roles of axes, then further figures."""
     predicted = replace(TODAY, tokens_per_s=4096.0)
     nodes = {"input_0": NodePlan((), (PartitionSpec("x"),))}
     parameters = {"w": ParameterPlan(PartitionSpec(), (8,), 0)}
@@ -54,7 +54,7 @@ def test_the_figures_asked_for_first_come_first() -> None:
 
 
 def test_a_sentence_says_what_each_axis_does() -> None:
-    """By the words for layouts of a whole step, and by specs without an update; small parts are left out."""
+    """A sentence names each axis's role, by layouts with an update, and by specs without an update."""
     split, whole = PartitionSpec("x"), PartitionSpec()
     without = {
         "a": ParameterPlan(split, (75, 1), 0),
@@ -83,7 +83,7 @@ def test_a_sentence_says_what_each_axis_does() -> None:
 
 
 def test_batch_and_whether_it_runs_are_told() -> None:
-    """By the recipe in sequences; without one by the inputs, of a micro-batch where a step has several."""
+    """The batch is printed in sequences for a recipe, and else by inputs, with the number of micro-batches."""
     plan = replace(plan_with(TODAY), inputs={"input:0": "i64[4, 8]"})
     assert running_lines(plan) == ["Inputs: input:0 i64[4, 8].", "compile(model, Mesh(x=2), plan=plan) runs it."]
     trains = replace(
@@ -112,7 +112,7 @@ def test_batch_and_whether_it_runs_are_told() -> None:
 
 
 def test_a_forecast_says_so() -> None:
-    """With its interval, what it hides, and both utilisations."""
+    """A predicted plan prints its interval, its hidden time, and both utilisations."""
     predicted = replace(
         TODAY, overlaps=True, overlapped={"x": 1e-3}, step_time_interval_s=(1.8e-3, 2.2e-3), interval_coverage=0.9
     )
@@ -124,7 +124,7 @@ def test_a_forecast_says_so() -> None:
 
 
 def test_communication_has_an_exposed_and_a_hidden_part() -> None:
-    """By mesh axis; the exposed one is a part of the step, and stands before the hidden one."""
+    """Communication is printed by axis: the exposed part within the step, in front of the hidden part."""
     parts = {"forward compute": 1.5e-3, "communication over x": 5e-4}
     predicted = replace(TODAY, breakdown=parts, overlapped={"x": 1e-3, "y": 2e-3})
     assert predicted.communication == {"x": (5e-4, 1e-3), "y": (0.0, 2e-3)}
@@ -139,7 +139,7 @@ def test_communication_has_an_exposed_and_a_hidden_part() -> None:
 
 
 def test_known_recipes_stand_beside_the_predicted_step() -> None:
-    """In the plan's own currency; the search's objective, and its gap, are not shown."""
+    """Known recipes are printed with their steps, without the search's objective and gap."""
     known = {"data parallel": 2.5e-3, "ZeRO-1": None}
     nodes = {"input_0": NodePlan((), (PartitionSpec(),))}
     plan = replace(plan_with(TODAY), objective=1e-3, lower_bound=5e-4, baselines=known, nodes=nodes)
@@ -158,7 +158,7 @@ def test_the_price_of_a_recipe_shows_its_gap() -> None:
 
 
 def test_kernels_alike_share_a_row() -> None:
-    """With what they save together, and the first of the calls that the first stands for."""
+    """Equal kernels share a row with their total savings and the first replaced calls."""
     one = KernelUse("triton_gated", "forward", "mul", {"silu": 1.0, "mul": 1.0}, (), (), 1e-3, 1, 100, 2, 1024)
     many = replace(one, name="triton_five", stands_for=dict.fromkeys("abcd", 1.0), copies=(("e", "a", 1.0),), times=3)
     kernels = Kernels((one, replace(one, times=3), many), breakdown_without={"forward compute": 3e-3})

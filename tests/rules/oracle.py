@@ -1,23 +1,22 @@
-"""Which placements are valid for one call, found by trying all of them.
+"""Find the valid placements of one call by trying all placements.
 
-The oracle of how *complete* rules are, as `run_strategy` is of how sound they are. Each operand is cut in every
-way that a placement can say, the operator is run unchanged on what each rank holds, and the local results are put
-together in every way that a placement can say.
+The module is the reference of the completeness of rules, as `run_strategy` is of their soundness. Each operand is cut
+by every placement. The unchanged operator runs on each rank's pieces, and local results are joined by every placement.
 
-1. Draw operands: the call's own, values like them, normal values, small integers; the more draws the fewer elements
-   they have. Kept are draws that the operator accepts and whose results are finite.
-2. An operand whose values no result depends on may lie in any way: placements that differ only there count as one.
+1. Draw operands: the call's own, similar values, normal values, small integers. Small operands get more draws. A draw
+   counts if the operator accepts the draw with finite results.
+2. An operand that no result depends on may lie in any way. Placements that differ only there count as one.
 3. For every combination of input placements, on every draw with new random addends: run the operator on each rank's
-   pieces. A combination that fails once is not valid.
-4. The labels of a result are all placements that are true of its pieces on every draw. Several labels of the same
-   pieces (a copy is also a pending maximum) are one placement, not several.
+    pieces. A combination that fails once is invalid.
+4. The labels of a result are all placements that are true of its pieces on every draw. Several labels of equal pieces
+   are one placement; for example, a copy is also a pending maximum.
 
-A placement true on all draws is evidence, no proof. The oracle is blind to operators with a local form (shapes
-among the arguments) and to uneven splits. PyTorch's own comparison of this kind, for DTensor's rules, is
-`torch.distributed.tensor._ops.strategy_validation` (2026); draws, relevance and labels are ours.
+A placement that is true on all draws is evidence, no proof. The search ignores operators with a local form, whose
+arguments contain shapes, and uneven splits. PyTorch's own comparison for DTensor's rules is
+`torch.distributed.tensor._ops.strategy_validation` (2026). Draws, relevance and labels are ours.
 
-An operator that does not check its indices may read or write outside its operands when it is given pieces that do not
-fit each other: run those in a process of its own.
+An operator without a check of its indices may access memory outside of mismatched pieces. Run such operators in a
+separate process.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ Placements = tuple[Placement, ...]
 """One placement for each tensor operand, or each tensor result, of a call."""
 
 Strategy = tuple[Placements, Placements]
-"""Placements of operands and results, as `autoshard.rules.strategies` lists them."""
+"""Placements of operands and results, as listed by `autoshard.rules.strategies`."""
 
 _MOST_COMBINATIONS = 20_000
 _SCALES = (None, 1.0, 10.0)
 _FEWEST_DRAWS, _MOST_DRAWS = 8, 64
 _ELEMENTS = 512
-"""Draws go on until each operand and result has had so many elements, so that small ones do not pass by chance."""
+"""Least number of drawn elements of each operand and result, so that small tensors do not pass by chance."""
 
 
 class NotJudgedError(AutoshardError):
@@ -58,10 +57,10 @@ class NotJudgedError(AutoshardError):
 
 @dataclass(frozen=True, slots=True)
 class ValidPlacement:
-    """A way for operands and results to lie that computes what the call computes.
+    """Placements of operands and results that give the call's results.
 
     Args:
-        inputs: placements of the operands; several, where they differ only in operands that no result depends on.
+        inputs: placements of the operands; several, if they differ only in operands without influence.
         outputs: for each result, every placement that is true of its pieces.
     """
 
@@ -69,7 +68,7 @@ class ValidPlacement:
     outputs: tuple[frozenset[Placement], ...]
 
     def is_admitted_by(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether one of `strategies` has these inputs, and outputs that are true of them."""
+        """Whether one of `strategies` has these inputs, and outputs that are true of the pieces."""
         return any(
             inputs in self.inputs and all(map(_is_true, outputs, self.outputs)) for inputs, outputs in strategies
         )
@@ -85,9 +84,9 @@ class Search:
     """The result of a search for one call.
 
     Args:
-        valid: the valid placements that are not trivial; trivial is what computes everything on every rank.
-        tried: how many combinations of input placements were tried.
-        left_out: how many were not, as there were too many.
+        valid: the valid placements, without the computation of the whole call on every rank.
+        tried: number of tried combinations of input placements.
+        left_out: number of untried combinations beyond the limit.
     """
 
     valid: tuple[ValidPlacement, ...]
@@ -104,21 +103,21 @@ def find_valid_placements(
     most: int = _MOST_COMBINATIONS,
     seed: int = 0,
 ) -> Search:
-    """The placements on one mesh axis under which a call, run unchanged on each rank, gives its own results.
+    """Return the placements on one mesh axis under which the unchanged call on each rank gives the call's results.
 
-    Operands may be split along any dim that `axis_size` divides, be whole, or be partial with a reduction that a spec
-    can say. Integers and booleans beside floats are indices and masks: they are split or whole. Results may be pending
-    averages too.
+    Operands may be split along any dim that `axis_size` divides, be whole, or be partial with a reduction of specs.
+    Integers and booleans beside floats are indices and masks, which are split or whole. Results may be pending averages
+    too.
 
     Args:
         op: a `torch.ops` overload.
         args, kwargs: its arguments, with real tensors.
         axis_size: the number of ranks.
-        most: how many combinations of input placements to try at most; further ones are counted.
-        seed: of all random numbers.
+        most: largest number of combinations to try; further combinations are counted.
+        seed: seed of all random numbers.
 
     Raises:
-        NotJudgedError: the call has nothing to place (no tensors, empty ones), is random, or gives no finite number.
+        NotJudgedError: the call has no tensors or empty tensors, is random, or gives no finite number.
 
     Example:
         >>> x, y = torch.randn(4, 6), torch.randn(6)
@@ -153,14 +152,14 @@ def _check_operands(op: Any, sample: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Operands, and what the call gives for them."""
+    """Operands, and the call's results."""
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
 
 def _draw(sampler: Sampler) -> list[_Draw]:
-    """The call's own operands, then others that the operator accepts with results that can expose a wrong placement."""
+    """Return the call's own operands, then accepted operands whose results can expose a wrong placement."""
     call, sample = sampler.call, sampler.sample
     own = call.attempt(sample)
     if own is None:
@@ -181,7 +180,7 @@ def _draw(sampler: Sampler) -> list[_Draw]:
 
 
 def _other_draws(sampler: Sampler, shapes: Sequence[torch.Size], count: int) -> Iterator[_Draw]:
-    """Draws of all kinds in turn; indices stay as they are where the operator refuses others."""
+    """Yield draws of all kinds in turn; indices stay unchanged if the operator refuses other indices."""
     for number in range(count):
         kind = number % (len(_SCALES) + 1)
         new = sampler.draw({}, _SCALES[kind - 1])
@@ -198,7 +197,7 @@ def _other_draws(sampler: Sampler, shapes: Sequence[torch.Size], count: int) -> 
 
 
 def _random_integers(sampler: Sampler, x: Tensor) -> Tensor:
-    """Booleans at random, and integers of either sign; floats as they are. Not for indices."""
+    """Return random booleans and signed integers, and unchanged floats; not for indices."""
     if _is_number(x):
         return x
     noise = sampler.noise(torch.empty(0, dtype=torch.float64), x.shape)
@@ -210,7 +209,7 @@ def _lowest(x: Tensor) -> int:
 
 
 def _small_integers(sampler: Sampler, x: Tensor) -> Tensor:
-    """Floats with zeros and equal elements among them, for operators that ask for those."""
+    """Return floats with zeros and equal elements, for operators that need them."""
     if _is_index(x):
         return x
     noise = sampler.noise(x, x.shape)
@@ -251,7 +250,7 @@ def _search(call: SampledCall, draws: Sequence[_Draw], axis_size: int, most: int
 
 
 def _is_relevant(call: SampledCall, index: int, draws: Sequence[_Draw]) -> bool:
-    """Whether some result depends on the values of an operand (on its shape all may depend)."""
+    """Whether some result depends on the values of an operand; every result may depend on its shape."""
     if len(draws) == 1:
         return True
     for draw, other in zip(draws, [*draws[1:], draws[0]], strict=True):
@@ -268,7 +267,7 @@ def _is_beside_floats(x: Tensor, operands: Sequence[Tensor]) -> bool:
 
 
 def _candidates(x: Tensor, axis_size: int, *, with_partials: bool) -> list[Placement]:
-    """Every placement of an operand; a dim of size one is not split, as only one rank would hold anything."""
+    """Return every placement of an operand; a dim of size one is not split, because one rank would hold the element."""
     shards = [Shard(dim) for dim, size in enumerate(x.shape) if size and size % axis_size == 0]
     reductions = [reduction for reduction in Reduction if with_partials and _has_reduction(x, reduction)]
     return [Replicate(), *shards, *(Partial(reduction.value) for reduction in reductions)]
@@ -284,7 +283,7 @@ def _has_reduction(x: Tensor, reduction: str) -> bool:
 
 
 def _combinations(choices: Sequence[Sequence[Placement]], most: int) -> Iterator[tuple[int, ...]]:
-    """Indices into `choices`, those with the fewest kinds of partial values first where not all can be tried."""
+    """Return indices into `choices`; beyond the limit, combinations with few kinds of partial values come first."""
     everything = product(*(range(len(choice)) for choice in choices))
     if math.prod(map(len, choices)) <= most:
         yield from everything
@@ -314,7 +313,7 @@ def _is_trivial(key: tuple[Placement | None, ...], labels: tuple[frozenset[Place
 
 
 class _Trial:
-    """One draw, with its operands cut in every way that is asked for."""
+    """One draw, with its operands cut by every placement in question."""
 
     def __init__(self, call: SampledCall, draw: _Draw, choices: Sequence[Sequence[Placement]], axis_size: int) -> None:
         self._call = call
@@ -365,7 +364,7 @@ def _piece_of(piece: Sequence[int], whole: Sequence[int], count: int) -> bool:
 
 
 def _labels(trials: Sequence[_Trial], indices: Sequence[int]) -> tuple[frozenset[Placement], ...] | None:
-    """For each result the placements that are true of its pieces on all draws; None where one has none."""
+    """Return, for each result, the placements that are true of its pieces on all draws; None without a placement."""
     found: list[Sequence[Placement]] = [()] * len(trials[0].wholes)
     for trial in trials:
         results = trial.run(indices)
@@ -396,7 +395,7 @@ class _Whole:
         return [Replicate(), *(Partial(name) for name in self._reductions)]
 
     def labels(self, pieces: Sequence[np.ndarray], places: Sequence[Placement]) -> list[Placement]:
-        """Return the `places` under which the pieces are the whole."""
+        """Return the `places` under which the pieces form the whole."""
         if len({piece.shape for piece in pieces}) > 1:
             return []
         return [place for place in places if self._is_made_up(place, pieces)]
@@ -424,7 +423,7 @@ def _array(x: Tensor) -> np.ndarray:
 
 
 _IN_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-"""Types that numpy does not have, and what they are compared in."""
+"""Types without a numpy type, and the types of their comparison."""
 
 
 def _average(pieces: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Calls of operators, recorded while PyTorch runs: what rules are tried on."""
+"""Record calls of operators while PyTorch runs, to try rules on the calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """One call with its arguments as they were."""
+    """A call with its original arguments."""
 
     op: Any
     args: tuple[Any, ...]
@@ -52,7 +52,7 @@ _OF_MEMORY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-"""Operators that see or return memory as it happens to be."""
+"""Operators whose results depend on memory layout."""
 
 
 def has_sound_rule(op: Any) -> bool:
@@ -66,7 +66,7 @@ def is_functional(op: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls of operators below autograd that it is asked to keep."""
+    """Record the calls of chosen operators below autograd."""
 
     def __init__(self, keep: Callable[[Any], bool] = has_sound_rule) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides where they do not overlap."""
+    """Copy a tensor with its strides, if its elements do not overlap."""
     if tensor.layout != torch.strided:
         return tensor
     return tensor.detach().clone(memory_format=torch.preserve_format)
@@ -100,26 +100,26 @@ def record(function: Callable[[], Any], keep: Callable[[Any], bool] = has_sound_
 
 
 MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}), Mesh({"a": 3}), Mesh({"a": 2, "b": 3}))
-"""Meshes whose sizes divide the shapes of our own samples; meshes of threes cut most of them unevenly."""
+"""Meshes whose sizes divide our own samples; axes of three cut most samples unevenly."""
 
 MESH_PAIRS = st.sampled_from([(MESHES[0], mesh) for mesh in MESHES[1:]])
-"""For tests that draw calls: the smallest mesh, which splits what can be split, and one drawn anew for each call."""
+"""The smallest mesh, which splits every possible dim, and a mesh drawn for each call."""
 
 DATABASE_MESHES = (Mesh({"a": 5}), Mesh({"a": 2}))
-"""Meshes for PyTorch's samples: fives divide their shapes, and twos cut them unevenly."""
+"""Meshes for PyTorch's samples; fives divide their shapes, and twos cut them unevenly."""
 
 
 @dataclass
 class Tally:
-    """How much was tried, and what failed.
+    """Counts of tried calls, with the failures.
 
     Args:
-        calls: how many calls with a rule were tried.
-        strategies: how many strategies of them, on all meshes.
-        left_out: how many strategies were not tried, as there were too many.
-        failures: what did not give what one device gives.
-        samples: by name, how many of PyTorch's samples called an operator with a sound rule.
-        refused: by name, how many of them PyTorch itself could not run.
+        calls: number of tried calls with a rule.
+        strategies: number of their strategies on all meshes.
+        left_out: number of strategies beyond the limit.
+        failures: calls with results unlike one device's.
+        samples: for each name, the number of PyTorch's samples that called an operator with a sound rule.
+        refused: for each name, the number of samples that PyTorch itself could not run.
     """
 
     calls: int = 0
@@ -130,7 +130,7 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
 
     def add_sample(self, name: str, calls: Mapping[str, Call] | None) -> None:
-        """Count one of PyTorch's samples by its name."""
+        """Count a sample of PyTorch by its name."""
         if calls is None:
             self.refused[name] += 1
         elif calls:
@@ -153,14 +153,14 @@ class Tally:
 
 
 def check_call(op: Any, *args: Any, meshes: Iterable[Mesh] = MESHES, **kwargs: Any) -> int:
-    """Try every strategy of one call; how many there are."""
+    """Try every strategy of one call, and return their number."""
     tally = Tally()
     tally.check(Call(op, args, kwargs), meshes)
     return tally.strategies
 
 
 def check_splits(op: Any, *args: Any, meshes: Sequence[Mesh] = MESHES, **kwargs: Any) -> None:
-    """Check a call that can be split, like `check_call`."""
+    """Check a splittable call, like `check_call`."""
     assert check_call(op, *args, meshes=meshes, **kwargs) > len(meshes), f"{op} can only be replicated"
 
 
@@ -185,7 +185,7 @@ def database_calls(
 def _sampled(
     names: Collection[str] | None, limit: int | None, keep: Callable[[Any], bool] = has_sound_rule
 ) -> Iterator[tuple[str, dict[str, Call] | None]]:
-    """The calls of each sample by their keys, with the name sampled; None for one that PyTorch itself cannot run."""
+    """Return each sample's name with its calls by key, or with None if PyTorch cannot run the sample."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db:
@@ -221,7 +221,7 @@ def even_samples() -> Iterator[None]:
 
 
 def _samples(info: Any, limit: int | None) -> Iterator[Callable[[], Any]]:
-    """Fewer where a sample cannot be drawn in the sizes that are set."""
+    """Return the samples of an operator, without samples that cannot be drawn in the given sizes."""
     dtype = next((dtype for dtype in _DTYPES if dtype in info.dtypes), None)
     if dtype is None:
         return
@@ -240,7 +240,7 @@ _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
 
 
 def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[str, Call] | None:
-    """None where PyTorch itself cannot run a sample: some have no backward, some need libraries or a GPU."""
+    """Return a sample's calls; None if PyTorch cannot run the sample without a backward, a library or a GPU."""
     try:
         return record(function, keep).calls
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
@@ -254,7 +254,7 @@ def check_database(
     meshes: Sequence[Mesh] = DATABASE_MESHES,
     most: int | None = None,
 ) -> Tally:
-    """Try the strategies (see `Tally.check`) of what PyTorch's samples for the operators `names` (None: all) call."""
+    """Try the strategies of calls in PyTorch's samples for the operators `names`; None: all operators."""
     tally = Tally()
     seen: set[str] = set()
     for name, calls in _sampled(names, limit):

@@ -1,9 +1,9 @@
-"""Run one call under one strategy on all ranks, and compare with the call itself.
+"""Run one call under one strategy on all ranks, and compare the results with the plain call.
 
-The oracle of sharding rules: what a rule admits must compute what the call computes. Partial operands are
-cut into random addends, so that an operator that is not linear cannot pass by chance; padding of uneven pieces is
-poisoned (NaN, integers out of any range), so that one that reads it is found. A difference that is little more than
-rounding is settled in float64, where rounding is 2e-9 of what it was in float32, and a fault is as large as before.
+The module is the reference of sharding rules: every strategy of a rule must give the call's results. Partial operands
+are cut into random addends, so that a nonlinear operator cannot pass by chance. Padding of uneven pieces is poisoned by
+NaN and integers out of range, so that a read of padding is found. Differences near rounding are settled in float64.
+Rounding shrinks there by a factor of 2e-9, and a fault does not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Trial:
     expected: Sequence[Tensor]
 
     def run(self, rule: BoundRule) -> _Outcome:
-        """Run the strategy on all ranks; raises `AutoshardError` where ranks that should hold copies differ."""
+        """Run the strategy on all ranks; raise `AutoshardError` if copies on ranks differ."""
         shapes = [tuple(result.shape) for result in self.expected]
         program, operands = local_program(self.op, self.args, self.kwargs, rule, self.strategy, self.mesh, shapes)
         inputs = [_pieces(x, spec, self.mesh) for x, spec in zip(operands, self.strategy.inputs, strict=True)]
@@ -75,7 +75,7 @@ class _Trial:
         return _Outcome(found, list({id(piece): piece for pieces in (*inputs, *results) for piece in pieces}.values()))
 
     def compare(self, found: _Outcome, slack: float = 1.0) -> None:
-        """Raise `AssertionError` where a result differs by more than `slack` times what is allowed."""
+        """Raise `AssertionError` if a result differs by more than `slack` times the allowed difference."""
         tensors = [*tensor_operands(self.args, self.kwargs), *self.expected]
         coarsest = slack * max(map(_tolerance, tensors), default=0.0)
         epsilon = max(map(_epsilon, tensors), default=0.0) if _has_pending_sum(self.strategy) else 0.0
@@ -98,7 +98,7 @@ class _Trial:
         return True
 
     def in_double(self) -> _Trial | None:
-        """The same in double precision; None where that changes no operand, or the operator does not take it."""
+        """Return the call in double precision; None if no operand changes, or the operator refuses doubles."""
         args, kwargs = pytree.tree_map(_doubled, (tuple(self.args), dict(self.kwargs)))
         pairs = zip(tensor_operands(self.args, self.kwargs), tensor_operands(args, kwargs), strict=True)
         if all(narrow.dtype == wide.dtype for narrow, wide in pairs):
@@ -121,11 +121,11 @@ def check_strategy(
     *,
     expected: Sequence[Tensor] | None = None,
 ) -> None:
-    """Raise `AssertionError` unless the call under `strategy` gives what the call gives (`expected`, if known).
+    """Raise `AssertionError` unless `strategy` gives the call's results (`expected`, if known).
 
-    The rounding of pending sums' addends is allowed besides: it goes with the size of the addends,
-    which may be far above that of their sum. A difference of up to `_SUSPICIOUS` times the allowed one passes if
-    it was rounding: if the same strategy of the same call in float64 gives what that call gives.
+    The rounding of pending addends is allowed too, because addends may be far larger than their sum. A difference of up
+    to `_SUSPICIOUS` times the allowed difference passes if it is rounding. The strategy must then agree with the call
+    in float64.
     """
     expected = results_of(op, args, kwargs) if expected is None else expected
     trial = _Trial(op, args, kwargs, strategy, mesh, expected)
@@ -182,7 +182,7 @@ def local_program(
 
 
 def _transposed(outputs: Sequence[Any], mesh: Mesh) -> Iterator[list[Any]]:
-    """For each flat result, its value on each rank; a rank's value may itself be a tuple of results."""
+    """Return, for each flat result, its value on each rank; a rank's value may be a tuple of results."""
     by_rank = [pytree.tree_leaves([value[rank] for value in outputs], _is_none) for rank in range(mesh.size)]
     return (list(values) for values in zip(*by_rank, strict=True))
 
@@ -213,7 +213,7 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 
 def addends(tensor: Tensor, reduction: Reduction, count: int) -> list[Tensor]:
-    """`count` random tensors that reduce to `tensor`; all differ from it at some elements."""
+    """Return `count` random tensors that reduce to `tensor`; each differs from the sum at some elements."""
     if count == 1:
         return [tensor]
     return _ADDENDS[reduction](_plain(tensor), count)
@@ -227,7 +227,7 @@ def _summands(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _below(x: Tensor, count: int) -> list[Tensor]:
-    """Some rank has the element, others have less, or what a rank has that holds padding alone."""
+    """Return pieces for a maximum: some rank has each element, and the remaining ranks have less, or padding."""
     if x.dtype == torch.bool:
         return [x & (mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
     lower = (torch.minimum(x, x - _noise(x).abs()) for _ in range(count))  # an integer that wraps round is not below
@@ -250,7 +250,7 @@ def _or_identity(x: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _factors(x: Tensor, count: int) -> list[Tensor]:
-    """Factors of either sign: one for integers, else one or two, which rounds nothing and cannot overflow."""
+    """Return signed factors: one for integers, else one or two, which neither round nor overflow."""
     if x.dtype in (torch.bool, torch.uint8):
         return [torch.where(mask, x, torch.ones_like(x)) for mask in _owners(x, count)]
     factors = [torch.randint(0, 2, x.shape, device=x.device).mul(2).sub(1).to(x.dtype) for _ in range(count - 1)]
@@ -269,7 +269,7 @@ _ADDENDS = {
 
 
 def _noise(x: Tensor) -> Tensor:
-    """Random numbers of the size of `x`; whole ones where those of `x` are, so that equal numbers are met."""
+    """Return random numbers of the size of `x`, with integers if `x` has integers, so that equal numbers occur."""
     if _is_number(x):
         noise = torch.randn_like(x) * _size(x)
         return (2 * noise).round() if not x.is_complex() and bool((x == x.round()).all()) else noise
@@ -282,7 +282,7 @@ def _size(x: Tensor) -> float:
 
 
 def _largest(x: Tensor) -> float:
-    """The largest finite absolute value, 0 where there is none."""
+    """Return the largest finite absolute value, or 0."""
     if not _is_number(x):
         return 0.0
     wide = x if x.is_complex() else x.double()  # eight-bit floats cannot say what is finite
@@ -290,18 +290,18 @@ def _largest(x: Tensor) -> float:
 
 
 def _owners(x: Tensor, count: int) -> list[Tensor]:
-    """Masks that are true at each element for one of `count` owners."""
+    """Return masks that are true at each element for one of `count` owners."""
     owner = torch.randint(0, count, x.shape, device=x.device)
     return [owner == index for index in range(count)]
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The values of `x` without gradient and lazy views; `x` itself where it has neither, so that copies stay one."""
+    """Return the values of `x` without gradient and lazy views; a plain `x` is returned itself."""
     return (x.detach() if x.requires_grad else x).resolve_conj().resolve_neg()
 
 
 def _doubled(leaf: Any) -> Any:
-    """A tensor or type of floats in double precision; all else as it is."""
+    """Return a tensor or type of floats in double precision, and other values unchanged."""
     if isinstance(leaf, Tensor) and _is_number(leaf):
         return leaf.to(_DOUBLE[leaf.is_complex()])
     if isinstance(leaf, torch.dtype) and (leaf.is_floating_point or leaf.is_complex):
@@ -310,7 +310,7 @@ def _doubled(leaf: Any) -> Any:
 
 
 _DOUBLE = {False: torch.float64, True: torch.complex128}
-"""By whether numbers are complex."""
+"""Double types, for real and complex numbers."""
 
 
 def _is_number(x: Tensor) -> bool:
@@ -331,7 +331,7 @@ _ROUNDINGS = 16
 """How often addends may be rounded on their way through one operator and a sum over the ranks."""
 
 _SUSPICIOUS = 16.0
-"""How many times what is allowed a difference may be and still be tried in float64."""
+"""Largest multiple of the allowed difference for a check in float64."""
 
 _TOLERANCES = {
     torch.float64: 1e-8,

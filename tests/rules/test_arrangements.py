@@ -1,4 +1,4 @@
-"""Operators that arrange elements in ways of their own: what passes through them, on all ranks."""
+"""Operators that rearrange elements: the splits and pending reductions that pass through, on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CALLS: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("op", "args"), _CALLS, ids=str)
 def test_every_strategy_is_sound(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Something passes through each, and what is admitted computes what the call computes."""
+    """Each operator has a splitting strategy, and every strategy gives the call's results."""
     assert check_call(op, *args) > 3
 
 
@@ -52,7 +52,7 @@ def _admitted(op: torch._ops.OpOverload, *args: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_quarter_turn_keeps_one_of_its_dims() -> None:
-    """One of the two exchanged dims may be split: the dim that keeps its direction."""
+    """A quarter turn splits one exchanged dim: the dim that keeps its direction."""
     x = tensor(4, 4)
     shards = [pair for pair in _admitted(aten.rot90.default, x, 1) if isinstance(pair[0], Shard)]
     assert shards == [(Shard(0), Shard(1))]
@@ -61,7 +61,7 @@ def test_a_quarter_turn_keeps_one_of_its_dims() -> None:
 
 
 def test_blocks_may_await_a_maximum_by_themselves() -> None:
-    """A maximum is idempotent: what is whole is its own maximum. A sum is not."""
+    """A whole value is its own pending maximum, because a maximum is idempotent, and no pending sum."""
     awaited = [
         "".join(place.reduce_op[1] if isinstance(place, Partial) else "R" for place in inputs)
         for inputs, _ in strategies(aten.block_diag.default, ([_X, _X],), {}, 2)
@@ -71,7 +71,7 @@ def test_blocks_may_await_a_maximum_by_themselves() -> None:
 
 
 def test_a_filled_value_passes_no_sum() -> None:
-    """A masked element would be added once per rank, unless it is zero."""
+    """A masked fill passes no pending sum, because each rank would add the value, except for zero."""
     args = (_X, _MASK[:, 0], [_INDEX % 4, _INDEX])
     assert (Partial("sum"),) in [(pair[0],) for pair in _admitted(aten._unsafe_masked_index.default, *args, 0)]
     assert (Partial("sum"),) not in [(pair[0],) for pair in _admitted(aten._unsafe_masked_index.default, *args, 3)]

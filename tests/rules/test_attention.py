@@ -75,7 +75,7 @@ def test_attention(mask: str | None, p: float, is_causal: bool) -> None:
     pair=st.sampled_from([(_MESHES[0], mesh) for mesh in _MESHES[1:]]),
 )
 def test_grouped_heads(g: int, group: int, s: int, pair: Sequence[Mesh]) -> None:
-    """Query heads are split with their key heads, or beyond them once each key head is alone."""
+    """Query heads are split with their key heads, or further once each key head is alone."""
     args = _attention_args(2, g, g * group, s, 4, p=0.25, is_causal=True)
     check_splits(ops.attention.default, *args, meshes=pair)
     check_splits(ops.attention_backward.default, *_backward_args(args), meshes=pair)
@@ -95,9 +95,9 @@ def test_grouped_heads(g: int, group: int, s: int, pair: Sequence[Mesh]) -> None
 def test_keys_go_round_a_ring(
     lengths: tuple[int, int], is_square: bool, mask: str | None, p: float, is_causal: bool, mesh: Mesh
 ) -> None:
-    """Queries and keys of any lengths are split by the same axes: masks, dropout and causality are those of the whole.
+    """Split queries and keys keep the mask, dropout and causality of the whole call, for any lengths.
 
-    If causality is the only mask, and lengths allow it, ranks compute on an early and a late block each.
+    If causality is the only mask, and lengths allow the cut, ranks compute on an early and a late block each.
     """
     queries, keys = (lengths[0], lengths[0]) if is_square else lengths
     args = _attention_args(2, 2, 4, queries, keys, mask=mask, p=p, is_causal=is_causal)
@@ -138,7 +138,7 @@ def test_heads_can_be_split() -> None:
 
 @pytest.mark.parametrize(("keys", "queries"), [(4, 4), (1, 4), (2, 4)])
 def test_packed_sequences(keys: int, queries: int) -> None:
-    """Heads of packed sequences are split with their key heads, or beyond them once each key head is alone."""
+    """Heads of packed sequences are split with their key heads, or further once each key head is alone."""
     q, k, v = (torch.randn(9, heads, 3, dtype=torch.float64) for heads in (queries, keys, keys))
     rest = (torch.tensor([0, 4, 9], dtype=torch.int32),) * 2 + (True, 2, 0.5)
     out, lse = ops.packed_attention(q, k, v, *rest)

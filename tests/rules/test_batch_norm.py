@@ -1,4 +1,4 @@
-"""Batch normalisation: the statistics are those of the global batch, wherever its rows are."""
+"""Batch normalisation has the statistics of the global batch, for any split of rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_training(shape: tuple[int, ...], affine: bool) -> None:
 
 @pytest.mark.parametrize("affine", [False, True])
 def test_evaluation(affine: bool) -> None:
-    """Elements are independent; gradients of the weights are sums over them."""
+    """In evaluation elements are independent, and gradients of weights are sums over elements."""
     x, running = _draw(4, 8, 2), (_draw(8), _draw(8).abs())
     weight, bias = (_draw(8), _draw(8)) if affine else (None, None)
     check_splits(aten.native_batch_norm.default, x, weight, bias, *running, False, 0.1, 1e-5)

@@ -23,14 +23,14 @@ SUM, MAX, MIN, PRODUCT = Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.
 
 
 def test_order() -> None:
-    """Functions that never decrease keep maxima; functions that never increase make minima of them."""
+    """Increasing functions keep pending maxima, and decreasing functions turn them into minima."""
     assert [(c.reduction, c.result(0)) for c in increasing((0,))] == [(MAX, MAX), (MIN, MIN)]
     assert [(c.reduction, c.result(0)) for c in decreasing((0,))] == [(MAX, MIN), (MIN, MAX)]
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(2.5, MAX), (-1, MIN), (0, None), (1j, None)])
 def test_a_number_decides_about_order(scale: complex, expected: Reduction | None) -> None:
-    """A negative number turns it round, and zero and complex numbers leave none."""
+    """A negative factor reverses pending extremes, and zero or complex factors exclude them."""
     assert next((carry.result(0) for carry in scaled(scale, 0)), None) == expected
 
 
@@ -44,12 +44,12 @@ def test_types_decide_what_is_meaningful() -> None:
 
 
 def test_one_of_several_results_is_concerned() -> None:
-    """The others are whole."""
+    """A pending reduction concerns one of several results, and the remaining results are whole."""
     assert only_in(1, 3, sums((2,))) == [Carry(frozenset({2}), SUM, (None, SUM, None))]
 
 
 def test_sums_by_result() -> None:
-    """The gradients of a b are g b and g a; what a result depends on without being linear in it is left out."""
+    """The gradients of a b are g b and g a; a result that depends nonlinearly on an operand is left out."""
     grad, a, b = 0, 1, 2
     of_a, of_b = linear_result((grad, b), (grad,), (b,)), linear_result((grad, a), (grad,), (a,))
     found = {tuple(sorted(carry.operands)): carry.results for carry in sums_by_result([of_a, of_b])}

@@ -52,7 +52,7 @@ def test_convolution(
 
 @given(st.data())
 def test_space_is_split(data: st.DataObject) -> None:
-    """Any windows in one to three dims; some axis always splits a dim that exchanges halos, or has none to exchange."""
+    """Space splits for any windows in one to three dims, by an axis with or without halos."""
     space, groups, transposed = (
         data.draw(st.sampled_from([1, 1, 2, 2, 3])),
         data.draw(st.integers(1, 2)),
@@ -97,7 +97,7 @@ _FOUR_TO_TWO = ([2, 2], [1, 1], [1, 1], True, [0, 0], 1)
     ],
 )
 def test_space_of_common_convolutions_is_split(kernel: int, options: tuple[Any, ...], left_over: int) -> None:
-    """One dim, the other, or both, on any mesh; only overlapping windows need neighbours."""
+    """Common convolutions split one dim, the other dim, or both, and need neighbours for overlapping windows alone."""
     x, weight = tensor(1, 1, 8, 16), tensor(1, 1, kernel, kernel)
     args = (x, weight, None, *options)
     result = aten.convolution.default(*args)
@@ -125,7 +125,7 @@ def test_space_that_does_not_fit_stays_whole() -> None:
 
 @pytest.mark.parametrize("mask", [[False, True, True], [True, False, True], [False, False, True]])
 def test_only_some_gradients(mask: list[bool]) -> None:
-    """The bias's gradient is whole where input channels are split, at whatever place it is among the results."""
+    """A gradient of the bias alone is whole for split input channels, in any position of the results."""
     options: tuple[Any, ...] = ([1], [0], [1], False, [0], 1)
     check_splits(
         aten.convolution_backward.default, tensor(4, 8, 3), tensor(4, 4, 4), tensor(8, 4, 2), [8], *options, mask

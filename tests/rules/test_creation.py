@@ -34,16 +34,16 @@ aten = torch.ops.aten
     ids=str,
 )
 def test_creation(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Every strategy makes what the call makes."""
+    """Every strategy creates the call's result."""
     check_splits(op, *args)
 
 
 def test_zeros_are_a_pending_sum() -> None:
-    """So that what is added to them can be a pending sum too, at no cost."""
+    """Zeros may be a pending sum, so that sums with them stay pending at no cost."""
     assert any(outputs[0].is_partial("sum") for _, outputs in strategies(aten.zeros.default, ([4],), {}, 2))
     assert not any(outputs[0].is_partial() for _, outputs in strategies(aten.ones.default, ([4],), {}, 2))
 
 
 def test_steps_of_floats_stay_whole() -> None:
-    """They round by their distance from the start."""
+    """Ranges of floats stay whole, because an element rounds by its distance from the start."""
     assert len(strategies(aten.arange.start_step, (0.0, 0.8, 0.1), {}, 2)) == 1

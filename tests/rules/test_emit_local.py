@@ -53,7 +53,7 @@ def test_views_name_the_local_shape() -> None:
 
 
 def test_an_offset_counts_all_axes_of_a_dim() -> None:
-    """The index along two axes is that of the major one times the size of the minor one, plus the minor one's."""
+    """The index along two axes is the major index times the minor size plus the minor index."""
     text = _program(aten.arange.default, (8,), output=P(("data", "model")))
     assert "axis_index('data')" in text
     assert "axis_index('model')" in text

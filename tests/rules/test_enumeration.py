@@ -18,7 +18,7 @@ _PRODUCT = bind(Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=[(0,), (1,)]
 
 @given(meshes(max_axes=2))
 def test_the_replicated_strategy_is_first(mesh: Mesh) -> None:
-    """And every strategy fits the mesh evenly."""
+    """The replicated strategy is first, and every strategy fits the mesh evenly."""
     found = enumerate_strategies(_PRODUCT, mesh)
     assert all(spec.is_fully_replicated for spec in (*found[0].inputs, *found[0].outputs))
     for strategy in found:
@@ -26,7 +26,7 @@ def test_the_replicated_strategy_is_first(mesh: Mesh) -> None:
 
 
 def test_axes_act_independently() -> None:
-    """Two axes may split two factors, or one of them carry what the other leaves pending."""
+    """Two axes may split two factors, or one axis may carry a pending sum of the other axis."""
     outputs = {s.outputs[0] for s in enumerate_strategies(_PRODUCT, Mesh({"a": 2, "b": 2}))}
     assert {P("a", "b"), P(("a", "b")), P("a", partial={"b": "sum"}), P(partial={"a": "sum", "b": "sum"})} <= outputs
 
@@ -46,21 +46,21 @@ def test_pending_reductions_do_not_mix() -> None:
 
 
 def test_addends_are_pending_where_a_factor_is_reduced() -> None:
-    """An operand that is added to a reduced product must be a pending sum."""
+    """An addend of a reduced product must be a pending sum."""
     rule = bind(Rule("n, m k, k n -> m n", reduce={"k": "sum"}, added=(0,)), [(4,), (4, 4), (4, 4)], [(4, 4)])
     found = {s.inputs[1]: s.inputs[0] for s in enumerate_strategies(rule, Mesh({"a": 2}))}
     assert found[P(None, "a")] == P(partial={"a": "sum"})
 
 
 def test_results_that_do_not_depend_on_a_factor_stay_whole() -> None:
-    """So they are not counted once per rank."""
+    """A result without the reduced factor stays whole, so that ranks do not count it repeatedly."""
     rule = bind(Rule("r c -> r, r", reduce={"c": "sum"}, whole={"c": (1,)}), [(4, 4)], [(4,), (4,)])
     split = next(s for s in enumerate_strategies(rule, Mesh({"a": 2})) if s.inputs[0] == P(None, "a"))
     assert split.outputs == (P(partial={"a": "sum"}), P())
 
 
 def test_padding_leaves_pending_values_as_they_are() -> None:
-    """Zeros may be in all addends of a sum; ones, only in those of a maximum, which has them once."""
+    """Padding of zeros is neutral in every addend of a sum, and ones are not neutral."""
     rule = bind(Rule("n -> n", linear=[(0,)], carries=increasing((0,))), [(3,)], [(3,)])
     zeros, ones = (replace(rule, padding={"n": (fill,)}) for fill in (0, 1))
     padded = [{s.outputs[0] for s in enumerate_strategies(each, Mesh({"a": 2, "b": 2}))} for each in (zeros, ones)]

@@ -1,4 +1,4 @@
-"""The oracle of complete rules: what it finds is valid, and nothing passes by chance."""
+"""The search of valid placements finds valid placements alone, without passes by chance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _short(place: Placement) -> str:
 
 
 def _name(parameter: Any) -> str:
-    """The operator's name; what else there is may hold random numbers, and workers must agree on ids."""
+    """Return the operator's name as id, because other parts are random and test workers must agree."""
     return str(parameter) if isinstance(parameter, torch._ops.OpOverload) else ""
 
 
@@ -51,7 +51,7 @@ def _name(parameter: Any) -> str:
     ids=_name,
 )
 def test_what_is_valid_is_found(op: Any, args: tuple[Any, ...], expected: set[str]) -> None:
-    """All placements under which the unchanged operator is right, and no others."""
+    """The search finds exactly the placements under which the unchanged operator is right."""
     assert _found(op, *args) == expected
 
 
@@ -61,7 +61,7 @@ def test_equal_numbers_are_met() -> None:
 
 
 def test_masks_are_redrawn() -> None:
-    """A mask that is false everywhere in the sample does not hide an operand."""
+    """A mask that is false everywhere in the sample is drawn anew, and hides no operand."""
     nowhere = torch.zeros(4, 6, dtype=torch.bool)
     assert "R R Psum > Psum" not in _found(aten.where.self, nowhere, _X, _X)
     assert "R Psum Psum > Psum" in _found(aten.where.self, nowhere, _X, _X)
@@ -93,6 +93,6 @@ def test_a_rewritten_average_is_a_sum() -> None:
     ids=_name,
 )
 def test_what_is_not_judged(op: Any, args: tuple[Any, ...], reason: str) -> None:
-    """Calls that have nothing to place are refused by name."""
+    """Calls without a tensor to place are refused by name."""
     with pytest.raises(NotJudgedError, match=reason):
         find_valid_placements(op, args, {})

@@ -1,4 +1,4 @@
-"""The oracle of rules: addends that reduce to what they stand for, and rounding told from faults."""
+"""Random addends reduce to their tensor, and rounding is told apart from faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64]
 @pytest.mark.parametrize("dtype", [*_INTEGERS, torch.float32, torch.float64], ids=str)
 @given(seed=st.integers(0, 9), count=st.integers(1, 4))
 def test_addends_reduce_to_the_tensor(reduction: Reduction, dtype: torch.dtype, seed: int, count: int) -> None:
-    """Also where they are few bits wide: nothing that is above wraps round to below."""
+    """Addends reduce to the tensor without overflow, also in types of few bits."""
     torch.manual_seed(seed)
     x = torch.randint(0, 2, (3, 5)) * torch.randint(0, 120, (3, 5))
     x = x.to(dtype)
@@ -39,7 +39,7 @@ def test_addends_reduce_to_the_tensor(reduction: Reduction, dtype: torch.dtype, 
 
 
 def test_addends_differ_from_the_tensor() -> None:
-    """So that an operator through which they do not pass is found."""
+    """Addends differ from the tensor, so that a nonlinear operator is found."""
     x = torch.randn(64)
     for reduction in Reduction:
         for addend in addends(x, reduction, 2):
@@ -54,7 +54,7 @@ def _strategies(op: Any, args: tuple[Any, ...], mesh: Mesh) -> Iterator[tuple[Bo
 
 @pytest.mark.parametrize("seed", [7, 13, 156, 189])
 def test_what_is_gone_in_double_precision_was_rounding(seed: int) -> None:
-    """A norm of one element: its gradient is zero, of terms 316 times as large as what it is given."""
+    """A norm of one element has a zero gradient, the sum of terms 316 times as large as its input."""
     torch.manual_seed(seed)
     x, gradient = torch.randn(2, 1, 1) * 4
     weight, bias = torch.randn(2, 1) * 4
@@ -67,7 +67,7 @@ def test_what_is_gone_in_double_precision_was_rounding(seed: int) -> None:
 
 @torch.library.custom_op("autoshard_test::nearly_linear", mutates_args=())
 def nearly_linear(x: Tensor, error: float) -> Tensor:
-    """A function whose rule (below) says that it is linear, which it is up to `error`."""
+    """A function with a linear rule, linear up to `error`."""
     return x + error * x.sin()
 
 
@@ -98,11 +98,11 @@ def _finds_fault(op: Any, error: float, seed: int) -> bool:
 
 @given(seed=st.integers(0, 99), error=st.floats(3e-4, 1.0))
 def test_a_wrong_rule_is_refused(seed: int, error: float) -> None:
-    """However little a fault is above what is allowed in float32: in float64 it is as large."""
+    """A wrong rule is refused however small its error is, because float64 does not shrink the error."""
     assert _finds_fault(NEARLY, error, seed)
 
 
 @given(seed=st.integers(0, 99), error=st.floats(0.01, 1.0))
 def test_double_precision_settles_small_differences_only(seed: int, error: float) -> None:
-    """A difference far above rounding is a fault of float32 if float64 has none."""
+    """A difference far above rounding is a fault of float32, even if float64 agrees."""
     assert _finds_fault(IN_DOUBLE, error, seed)

@@ -48,7 +48,7 @@ def test_tokens_and_experts_are_split_by_one_axis() -> None:
 
 
 def test_experts_are_split_in_one_way_at_a_time() -> None:
-    """Beside an axis that splits tokens and experts another one may split tokens, and not experts alone."""
+    """An axis may split tokens beside an axis of tokens and experts, and may not split experts alone."""
     layer, mesh = Layer.drawn(torch.Generator().manual_seed(0), tokens=8), Mesh({"a": 2, "b": 2})
     found = strategies_of(ops.experts.default, *layer.arguments, mesh=mesh)
     shared = [inputs for inputs, _ in found if inputs[0] == P(("a", "b"))]
@@ -58,7 +58,7 @@ def test_experts_are_split_in_one_way_at_a_time() -> None:
 
 @pytest.mark.parametrize("to", [0, 3])
 def test_all_tokens_may_go_to_one_rank(to: int) -> None:
-    """Nothing is dropped: a rank gets all rows, and the others none."""
+    """A rank may get all rows and the remaining ranks none, without a dropped row."""
     layer = Layer.drawn(torch.Generator().manual_seed(0), chosen=1)
     layer.index.fill_(to)
     assert kernels.experts is ops.experts.default

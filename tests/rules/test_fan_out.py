@@ -1,6 +1,4 @@
-"""The strategies of a fan-out: every spec of its value, unchanged by the call (whole, split, or with addends
-pending).
-"""
+"""A fan-out has a strategy for each spec of its value: whole, split, or pending."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from autoshard.rules.registry import bound_rule
 
 
 def _specs(shape: tuple[int, ...], mesh: Mesh) -> set[PartitionSpec]:
-    """The specs of a fan-out, each of which lies in as it lies out."""
+    """Return the specs of a fan-out, each equal at input and output."""
     x = torch.zeros(shape)
     rule = bound_rule(fan_out, (x,), {}, [x])
     assert rule is not None
@@ -32,7 +30,7 @@ def test_over_one_axis() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 3})], ids=str)
 def test_over_two_axes(mesh: Mesh) -> None:
-    """Each axis by itself, both along one dim, and an addend over one beside a split over the other."""
+    """Two axes split separate dims or one dim, or one splits beside a pending sum."""
     found = _specs((12, 12), mesh)
     assert {P("a", "b"), P("b", "a"), P(("a", "b")), P(None, ("a", "b")), P("a"), P("b"), P()} <= found
     assert {P("a", partial={"b": "sum"}), P(partial={"a": "sum", "b": "sum"})} <= found

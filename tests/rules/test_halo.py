@@ -1,4 +1,4 @@
-"""Halo exchange: pieces with what neighbours send are pieces of the padded whole, and gradients find their way back."""
+"""Halo exchange extends pieces to pieces of the padded whole, and returns gradients to their owners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.runtime.simulator import simulate
 
 MESH = Mesh({"a": 2, "b": 3})
 OVER_ALL = ({"o1": ("a", "b")}, {"o2": ("b",), "o1": ("a",)}, {"o2": ("a", "b")})
-"""Splits that leave no two ranks with the same piece."""
+"""Splits that give each rank a different piece."""
 
 
 @st.composite
@@ -84,7 +84,7 @@ def _padded(value: Tensor) -> Tensor:
 
 @given(windows=windows(), splits=st.sampled_from([*OVER_ALL, {"o1": ("a",)}, {"o2": ("b",)}]))
 def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[HaloWindow, ...], splits: Any) -> None:
-    """In one dim or two, over one axis or two; corners too."""
+    """Pieces are extended by the windows' reads, in one or two dims, over one or two axes, corners included."""
     value = torch.arange(float(windows[0].size * windows[1].size)).reshape(windows[0].size, windows[1].size)
     for rank, piece in enumerate(_run(windows, splits, value)):
         (top, bottom), (left, right) = _ranges(windows, splits, rank)
@@ -93,7 +93,7 @@ def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[HaloWindo
 
 @given(windows=windows(), splits=st.sampled_from(OVER_ALL))
 def test_gradients_are_added_where_elements_came_from(windows: tuple[HaloWindow, ...], splits: Any) -> None:
-    """Folding is the transpose of extending: each element gets what all ranks that read it found."""
+    """Folding transposes extending: each element gets the sum of its readers' gradients."""
     whole = _padded(torch.zeros(windows[0].size, windows[1].size)) * 0
     for rank in range(MESH.size):
         (top, bottom), (left, right) = _ranges(windows, splits, rank)
@@ -104,7 +104,7 @@ def test_gradients_are_added_where_elements_came_from(windows: tuple[HaloWindow,
 
 
 def test_what_a_rule_says_of_windows() -> None:
-    """Three wide windows need a neighbour's element on either side; two wide ones side by side need none."""
+    """Windows of three need one neighbouring element at each side, and adjacent windows of two need none."""
     (wide,) = sliding((8,), (8,), (3,), (1,), (1,))
     assert (wide.halo.left, wide.halo.right) == (1, 1)
     assert exchanged([wide.halo]) == {"o1": 1}

@@ -74,7 +74,7 @@ _INDEX = tensor(4, 2, integers=4)
     ids=str,
 )
 def test_indexing(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Every strategy computes what the call computes."""
+    """Every strategy of an indexing call gives the call's results."""
     check_splits(op, *args)
 
 
@@ -105,14 +105,14 @@ _CELLS = torch.tensor([[True, False], [False, True], [True, True], [False, False
     ids=str,
 )
 def test_masks_are_not_split(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """How much a mask selects depends on the data, so what it masks stays whole; other dims are free."""
+    """Masked dims stay whole, because the number of selected elements depends on data; other dims are free."""
     check_splits(op, *args)
     masked = [tuple(inputs[1:-1] if len(inputs) > 2 else inputs[1:]) for inputs, _ in strategies(op, args, {}, 2)]
     assert not any(placement.is_shard() for inputs in masked for placement in inputs)
 
 
 def test_additions_need_a_partial_target() -> None:
-    """The target must be a pending sum if the added values are split, else it counts once per rank."""
+    """Split added values need a pending-sum target, so that the target counts once."""
     found = strategies(aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4)), {}, 2)
     split = [inputs for inputs, _ in found if inputs[1].is_shard(0)]
     assert split
@@ -121,7 +121,7 @@ def test_additions_need_a_partial_target() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.uint8], ids=str)
 def test_additions_to_integers(dtype: torch.dtype) -> None:
-    """The least integer stands for nothing in a pending maximum; what is added to it wraps round."""
+    """The least integer is no neutral element of a pending maximum, because sums with the least integer wrap."""
     x, source, index = tensor(5, 7).abs().to(dtype), tensor(6, 7).abs().to(dtype), torch.tensor([0, 4, 4, 1, 0, 3])
     check_splits(aten.index_add.default, x, 0, index, source)
     check_splits(aten.index_put.default, x, [index], source, True)

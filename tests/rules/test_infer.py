@@ -25,7 +25,7 @@ def _draw(*shape: int) -> Tensor:
 
 
 def _custom(name: str, function: Callable[..., Any], **options: Any) -> Any:
-    """A custom operator whose shapes are found by running it."""
+    """Define a custom operator whose output shape is inferred by running the operator."""
     operator = torch.library.custom_op(f"autoshard_test_infer::{name}", function, mutates_args=(), **options)
     operator.register_fake(function)
     return operator
@@ -44,12 +44,12 @@ def _affine(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """Each element depends on all before it, and on where it stands."""
+    """An operator whose elements depend on their position and on all earlier elements."""
     return (x.flatten().cumsum(0) * torch.arange(1, x.numel() + 1)).view_as(x)
 
 
 def _by_fours(x: Tensor) -> Tensor:
-    """Softmax over groups of four where they fit, else over the whole row."""
+    """Softmax over groups of four if the groups fit, else over the whole row."""
     group = 4 if x.shape[-1] % 4 == 0 else x.shape[-1]
     return x.unflatten(-1, (-1, group)).softmax(-1).flatten(-2)
 
@@ -88,7 +88,7 @@ repeated = _custom("repeated", _repeated)
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rules found or written in a test end with it."""
+    """Remove rules that a test found or wrote."""
     for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
         monkeypatch.setattr(table, name, dict(getattr(table, name)))
     return
@@ -114,7 +114,7 @@ _CASES: list[tuple[Any, tuple[Tensor, ...], str]] = [
 
 @pytest.mark.parametrize(("op", "sample", "text"), _CASES, ids=[case[2] for case in _CASES])
 def test_rules_are_found(op: Any, sample: tuple[Tensor, ...], text: str) -> None:
-    """The found rule is the one that a person would write; its strategies are right in shapes that were not drawn."""
+    """The inferred rule equals a rule by hand, and its strategies are right in other shapes."""
     assert str(autoshard.infer_rule(op, sample)) == text
     _check_all_strategies(op, sample)
 
@@ -144,14 +144,14 @@ def test_positive_samples_do_not_mislead() -> None:
 
 
 def test_found_rules_are_listed() -> None:
-    """So that a plan can say what it takes for granted."""
+    """Inferred rules are listed, so that a plan can name its assumptions."""
     autoshard.infer_rule(gate, (_draw(6, 4), _draw(4)))
     assert inferred_operators()["autoshard_test_infer.gate.default"] == ("a _, _ -> a _",)
     assert autoshard.rules.has_rule(gate)
 
 
 def test_other_calls_of_the_operator_run_whole() -> None:
-    """A rule covers calls of the same ranks; another sample covers others."""
+    """A rule covers calls with the sample's ranks, and another sample covers further ranks."""
     op = as_overload(product)
     autoshard.infer_rule(product, (_draw(4, 6), _draw(6, 8)))
     batched = (_draw(2, 4, 6), _draw(2, 6, 8))
@@ -177,7 +177,7 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def test_sizes_that_do_not_fit_run_whole() -> None:
-    """A dim of size one that broadcasts has no part in a factor."""
+    """A broadcast dim of size one has no part in a factor, so the call runs whole."""
     op = as_overload(gate)
     autoshard.infer_rule(gate, (_draw(6, 4), _draw(4)))
     assert len(strategies(op, (_draw(6, 4), _draw(1)), {}, 2)) == 2
@@ -186,7 +186,7 @@ def test_sizes_that_do_not_fit_run_whole() -> None:
 
 
 def test_a_user_writes_a_rule() -> None:
-    """The notation alone, or a `Rule`; for what `custom_op` gave, or for the overload."""
+    """A user writes a rule as notation or as a `Rule`, for a `custom_op` or for an overload."""
 
     @autoshard.sharding_rule(gate)
     def gate_rule(x: Tensor, w: Tensor) -> str:
@@ -203,7 +203,7 @@ def test_a_user_writes_a_rule() -> None:
 
 
 def test_an_operator_has_one_rule() -> None:
-    """A second one raises, written or inferred; so does a rule for what has one of ours."""
+    """A second rule for an operator raises, also over one of our rules."""
     sample = (_draw(6, 4), _draw(4))
     autoshard.infer_rule(gate, sample)
     with pytest.raises(OperatorError, match=r"gate.default already has a sharding rule"):
@@ -214,7 +214,7 @@ def test_an_operator_has_one_rule() -> None:
 
 @pytest.mark.parametrize("sample", [[(_draw(6, 4), _draw(4))], (_draw(6, 4), _draw(5)), (_draw(6, 4),)])
 def test_a_sample_that_an_operator_refuses_is_refused(sample: Any) -> None:
-    """A list of calls, say; the message says what is meant."""
+    """A sample that the operator refuses is refused with the expected form."""
     with pytest.raises(OperatorError, match=r"gate.default refuses sample_inputs: .* Pass one call's arguments"):
         autoshard.infer_rule(gate, sample)
 
@@ -253,18 +253,18 @@ def _moody(x: Tensor) -> Tensor:
     ],
 )
 def test_what_has_no_rule_is_refused(name: str, function: Callable[..., Any], message: str) -> None:
-    """The message says why, and what to do."""
+    """An operator without a rule is refused with the reason and the way out."""
     with pytest.raises(RuleInferenceError, match=message):
         autoshard.infer_rule(_custom(name, function), (torch.ones(4, 6),))
 
 
 def test_an_operator_that_only_takes_the_sample_is_not_split() -> None:
-    """No dim can change its size, so that none is known to be parallel."""
+    """An operator that accepts only the sample's sizes is not split, because no dim is known to be parallel."""
     assert autoshard.infer_rule(_custom("exactly", _exactly), (_draw(4, 6),)).notation == "_ _ -> _ _"
 
 
 def test_random_and_in_place_operators_of_torch_are_refused() -> None:
-    """By what they say of themselves."""
+    """Random and in-place operators are refused by their schema."""
     with pytest.raises(RuleInferenceError, match=r"aten.rand_like.default draws random numbers"):
         autoshard.infer_rule(torch.ops.aten.rand_like.default, (_draw(4),))
     with pytest.raises(RuleInferenceError, match=r"aten.xlogy_.Tensor writes to an operand"):
@@ -284,12 +284,12 @@ def _double(x: Tensor) -> Tensor:
 
 
 def test_meta_tensors_are_refused() -> None:
-    """There is nothing to compare."""
+    """Meta tensors are refused, because they have no values to compare."""
     with pytest.raises(RuleInferenceError, match=r"gate.default must be run to find its rule.*without data"):
         autoshard.infer_rule(gate, (_draw(6, 4).to("meta"), _draw(4).to("meta")))
 
 
 def test_an_overload_must_be_named_where_there_are_several() -> None:
-    """The message lists them."""
+    """An operator of several overloads is refused with their list."""
     with pytest.raises(OperatorError, match=r"aten.add has \d+ overloads; name one of them: aten.add.Tensor"):
         autoshard.infer_rule(torch.ops.aten.add, (_draw(4), _draw(4)))

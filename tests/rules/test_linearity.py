@@ -1,4 +1,4 @@
-"""Pending sums pass only beside numbers that cannot make an addend infinite."""
+"""Pending sums pass products only beside numbers that keep addends finite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLED = (
 
 
 def sums_of(call: Call, *, ranges: list[Range] | None = None) -> Iterator[tuple[Strategy, Carry]]:
-    """The strategies of a call in which a sum passes, with the operands that it is pending in."""
+    """Return the strategies that pass a sum, with their pending operands."""
     rule = bound_rule(call.op, call.args, call.kwargs, results_of(call.op, call.args, call.kwargs), ranges)
     for strategy in [] if rule is None else enumerate_strategies(rule, MESH):
         (choice,) = strategy.choices
@@ -75,9 +75,9 @@ def planted(call: Call, number: float, seed: int) -> Call:
 def test_sums_pass_where_the_numbers_beside_them_allow_it(
     calls: list[Call], data: st.DataObject, number: float, seed: int
 ) -> None:
-    """Zeros and infinities among the operands: all strategies that are left compute what one device does, NaN or not.
+    """With zeros and infinities among the operands, all strategies compute one device's result or NaN.
 
-    The logarithm of a softmax is never infinite, so its backward is not asked about that.
+    The backward of a log-softmax is left out, because the logarithm of a softmax is never infinite.
     """
     call = planted(data.draw(st.sampled_from(calls)), number, seed)
     operands = tensor_operands(call.args, call.kwargs)
@@ -101,7 +101,7 @@ BOUNDED, POSITIVE = Range(-2.0, 2.0), Range(0.5, math.inf)
 
 
 def test_a_sum_passes_a_product_beside_what_is_finite() -> None:
-    """In either operand, as the other one allows; so do products of matrices."""
+    """A sum passes a product, also of matrices, beside a finite operand."""
     for op in (aten.mul.Tensor, aten.mm.default):
         assert passes(op, [X, X], BOUNDED, BOUNDED) == [[0], [1]]
         assert passes(op, [X, X], ANYTHING, BOUNDED) == [[0]]
@@ -110,7 +110,7 @@ def test_a_sum_passes_a_product_beside_what_is_finite() -> None:
 
 
 def test_a_sum_passes_a_quotient_over_what_is_not_zero() -> None:
-    """An infinite divisor is none of its worries."""
+    """A sum passes a quotient by a nonzero divisor, also by an infinite divisor."""
     assert passes(aten.div.Tensor, [X, X], ANYTHING, POSITIVE) == [[0]]
     assert passes(aten.div.Tensor, [X, X], ANYTHING, BOUNDED) == []
     assert passes(aten.addcdiv.default, [X, X, X], ANYTHING, ANYTHING, POSITIVE) == [[0, 1]]
@@ -141,7 +141,7 @@ def test_a_sum_never_passes_a_scale_with_poles() -> None:
     ],
 )
 def test_literal_numbers_decide_for_themselves(op: object, number: float, expected: list[list[int]]) -> None:
-    """Also where nothing is known of the operands."""
+    """Literal numbers decide by their own values, even beside unknown operands."""
     rule = bound_rule(op, [X, number], {}, [X])
     assert rule is not None
     assert [sorted(group) for group in rule.linear] == expected

@@ -36,7 +36,7 @@ def test_cross_entropy(rows: int, classes: int, smoothing: float, pair: Sequence
 
 
 def test_cross_entropy_of_infinite_logits() -> None:
-    """A rank whose classes are all masked does not spoil the others."""
+    """A rank whose classes are all masked does not disturb the other ranks."""
     logits = torch.randn(4, 8, dtype=torch.float64)
     logits[:, :4] = -torch.inf
     logits[2], logits[3, 5] = -torch.inf, torch.inf  # a row of which nothing is left, and one with the greatest
@@ -68,7 +68,7 @@ def test_the_loss_of_split_classes_is_whole() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", [(4, 8), (4, 6, 2, 4)])
 def test_nll_loss(reduction: str, weighted: bool, shape: tuple[int, ...]) -> None:
-    """A mean is that of all rows that count, on whatever rank they are."""
+    """A mean counts all rows with a target, on any rank."""
     logits = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
     target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
     target[0] = 1
@@ -97,7 +97,7 @@ def test_binary_cross_entropy(reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_losses_of_operands_that_broadcast(reduction: int) -> None:
-    """Padding that only one of them has is no loss of zero."""
+    """Padding of one broadcast operand adds no loss of zero."""
     for op in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
         check_splits(op, torch.randn(5, 6), torch.randn(1, 6), reduction)
         check_splits(op, torch.randn(6), torch.randn(5, 6), reduction)

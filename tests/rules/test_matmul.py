@@ -46,7 +46,7 @@ def test_products(b: int, m: int, k: int, n: int, pairs: tuple[Sequence[Mesh], .
     ids=str,
 )
 def test_forms(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Every strategy computes what the call computes."""
+    """Every strategy of a product gives the call's results."""
     check_splits(op, *args)
 
 
@@ -59,7 +59,7 @@ def test_a_bias_is_added_once() -> None:
 
 @pytest.mark.parametrize("rows", [[2, 5, 8], [0, 8, 8], [1, 2, 6]])
 def test_grouped_products(rows: list[int]) -> None:
-    """Rows keep their experts when they are split, rows beyond the last expert's too."""
+    """Split rows keep their experts, also rows behind the last expert's rows."""
     moe = pytest.importorskip("transformers.integrations.moe")
     assert moe is not None
     ops = torch.ops.transformers
@@ -80,7 +80,7 @@ def test_rows_of_grouped_products_stay_aligned() -> None:
 
 
 def test_addends_of_integers() -> None:
-    """The least integer stands for nothing in a pending maximum; what is added to it wraps round."""
+    """The least integer is no neutral element of a pending maximum, because sums with the least integer wrap."""
     a, b = tensor(5, 7).long(), tensor(7, 4).long()
     check_splits(aten.addmm.default, tensor(4).long(), a, b)
     check_splits(aten.addbmm.default, tensor(5, 4).long(), a.expand(3, 5, 7), b.expand(3, 7, 4))
@@ -97,7 +97,7 @@ def test_on_the_samples_of_pytorch() -> None:
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_scaled_products(by_row: bool, has_bias: bool) -> None:
-    """Eight-bit operands with one scale, or one for each row; the contracted factor leaves a sum where that is wide."""
+    """Eight-bit operands with one scale or a scale per row leave a wide pending sum."""
     a, b = tensor(48, 32).to(torch.float8_e4m3fn), tensor(16, 32).to(torch.float8_e4m3fn).t()
     scales = (torch.rand(48, 1), torch.rand(1, 16)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
     bias = tensor(16).float() if has_bias else None
@@ -113,7 +113,7 @@ def _scaled(a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, ...], 
 
 
 def test_blocks_of_scales_are_not_split() -> None:
-    """A scale for each block of columns says nothing of a piece of them."""
+    """Blocks of columns with one scale each are not split."""
     a, b = torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
     scales = (torch.ones(16, 2), torch.ones(2, 16))
     assert scaled_mm(a, b, *scales) is None

@@ -36,7 +36,7 @@ def test_layer_norm(rows: list[int], width: int, affine: bool) -> None:
 
 
 def test_some_gradients_of_a_layer_norm() -> None:
-    """Gradients that are not asked for leave no result."""
+    """Unrequested gradients of a layer norm leave no result."""
     x, weight, bias = torch.randn(4, 8), torch.randn(8), torch.randn(8)
     _, mean, rstd = aten.native_layer_norm(x, [8], weight, bias, 1e-5)
     for mask in ([True, True, False], [False, True, True], [True, False, False]):
@@ -61,7 +61,7 @@ def test_rms_norm() -> None:
 def test_normalised_dims_are_split(
     rows: list[int], widths: list[int], mesh: Mesh, has: tuple[bool, bool], centred: bool
 ) -> None:
-    """Evenly or not, with and without weights: moments are those of whole rows."""
+    """Normalised dims split, evenly or not, with the moments of whole rows, with and without weights."""
     x, grad = (torch.randn(*rows, *widths, dtype=torch.float64) for _ in range(2))
     weight, bias = (torch.randn(widths, dtype=torch.float64) if is_there else None for is_there in has)
     if centred:
@@ -105,7 +105,7 @@ def test_normalised_dims_of_narrow_types() -> None:
 
 
 def test_ranks_that_split_rows_talk() -> None:
-    """The planner is told that they do, and that those with whole rows do not."""
+    """The rule tells the planner that ranks with split rows communicate, and ranks with whole rows do not."""
     x = torch.randn(4, 8)
     rule = bound_rule(aten.native_layer_norm.default, (x, [8], None, None, 1e-3), {}, [x, x[:, :1], x[:, :1]])
     assert rule is not None

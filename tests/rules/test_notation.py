@@ -17,7 +17,7 @@ def test_parse() -> None:
 
 
 def test_sizes_come_from_the_shapes() -> None:
-    """All but one factor of a product must be known; factors of size one vanish."""
+    """One factor of a product may be unknown, and factors of size one vanish."""
     rule = bind(Rule("(h d) s -> s h d", sizes={"h": 2}, blocked=["d"]), [(8, 1)], [(1, 2, 4)])
     assert dict(rule.sizes) == {"h": 2, "d": 4}
     assert rule.inputs == ((("h", "d"), ()),)
@@ -44,7 +44,7 @@ def test_anonymous_factors_are_blocked() -> None:
 def test_a_rule_that_does_not_fit_raises(
     rule: Rule, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]], message: str
 ) -> None:
-    """The message names the notation and what was found."""
+    """A rule that does not fit raises an error with the notation and the shape."""
     with pytest.raises(InvalidSpecError, match=message):
         bind(rule, inputs, outputs)
 
@@ -54,6 +54,6 @@ def test_a_rule_that_does_not_fit_raises(
     [({}, False), ({"whole": {"a": {0}}}, True), ({"exchanged": {"a": 4}}, True), ({"together": [("a", "b")]}, True)],
 )
 def test_each_way_to_exchange_within_a_call_counts(options: dict[str, Any], communicates: bool) -> None:
-    """A result that is whole, a factor whose ranks exchange, or two factors that one axis splits."""
+    """An exchange is a whole result, a factor with communication, or two factors on one axis."""
     rule = bind(Rule("a b -> a b", local=lambda *_: None, **options), [(4, 2)], [(4, 2)])
     assert rule.communicates is communicates

@@ -25,7 +25,7 @@ CASES = {
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_are_updated_apart(case: str, scaled: bool, shape: tuple[int, ...]) -> None:
-    """Every strategy, on shapes that the mesh divides and that it does not, scalars included."""
+    """Every strategy updates pieces separately, on even and uneven shapes, scalars included."""
     operator, states, hyper, flags = CASES[case]
     tensors = [torch.rand(shape, dtype=torch.float64) + 0.5 for _ in range(2 + states)]
     scale = torch.tensor(0.5, dtype=torch.float64) if scaled else None
@@ -34,7 +34,7 @@ def test_pieces_are_updated_apart(case: str, scaled: bool, shape: tuple[int, ...
 
 
 def test_gradients_are_whole_or_split_never_pending() -> None:
-    """Copied, or split along one of two dims with everything else; no strategy takes a partial gradient."""
+    """Gradients are copied or split along one dim with all operands, and never partial."""
     operator, states, hyper, flags = CASES["adam"]
     tensors = [torch.empty(8, 6, device="meta") for _ in range(2 + states)]
     found = strategies(operator, (*tensors, None, hyper, *flags), {}, 2)

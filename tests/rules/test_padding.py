@@ -1,4 +1,4 @@
-"""Uneven splits: whatever lies in padding, results are right."""
+"""Results of uneven splits do not depend on padding."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_padding_changes_nothing(name: str, data: st.DataObject) -> None:
-    """On drawn sizes and meshes, with poisoned padding, every uneven strategy gives what one device gives."""
+    """Every uneven strategy with poisoned padding gives one device's results, on drawn sizes and meshes."""
     sizes = data.draw(st.tuples(*[st.integers(1, 11)] * 3))
     mesh = data.draw(meshes(max_axes=2, max_ranks=6))
     torch.manual_seed(0)
@@ -99,14 +99,14 @@ def test_padding_changes_nothing(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_uneven_dims_are_split(name: str) -> None:
-    """Seven does not divide by any of these meshes, and is split all the same; by nested axes too."""
+    """A dim of seven is split although no mesh divides seven, also by nested axes."""
     op, args = _call(name, 7, 7, 7)
     for mesh in (Mesh({"a": 4}), Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 3})):
         assert _uneven(_rule(op, args), mesh)
 
 
 def test_a_rank_without_elements_is_refused() -> None:
-    """Three elements on four ranks would leave one of them idle; that is what not splitting costs too."""
+    """Three elements on four ranks are refused, because one rank would be idle."""
     assert not _uneven(_rule(aten.neg.default, (tensor(3),)), Mesh({"a": 4}))
 
 
@@ -117,7 +117,7 @@ def test_a_factor_within_a_dim_is_only_split_evenly() -> None:
 
 
 def test_padding_is_filled_only_where_it_matters() -> None:
-    """A product leaves rows as they are and fills what it contracts; a maximum is filled with its own identity."""
+    """A product fills the contracted dim alone, and a maximum fills padding with its own identity."""
     product = _rule(aten.mm.default, (tensor(7, 7), tensor(7, 7))).padding
     assert product == {"m": (None, None), "k": (0, 0), "n": (None, None)}
     maximum = _rule(aten.amax.default, (tensor(7, 7), [1])).padding
@@ -134,6 +134,6 @@ def test_sums_of_padding_other_than_zero_are_not_carried() -> None:
 
 
 def test_contracted_factors_give_sums() -> None:
-    """The specs are those of an even split."""
+    """A padded contracted factor has the specs of an even split."""
     found = {s.inputs: s.outputs for s in _uneven(_rule(aten.mm.default, (tensor(8, 7), tensor(7, 8))), Mesh({"a": 2}))}
     assert found == {(P(None, "a"), P("a")): (P(partial={"a": "sum"}),)}

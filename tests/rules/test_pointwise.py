@@ -1,4 +1,4 @@
-"""Pointwise operators: any dim may be split; partial sums pass through exactly the linear ones."""
+"""Pointwise operators split any dim, and partial sums pass through exactly the linear operators."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _MASK = tensor(4, 2) > 0
     ids=str,
 )
 def test_linearity(op: torch._ops.OpOverload, args: tuple[object, ...], linear: list[tuple[int, ...]]) -> None:
-    """Partial sums pass through the sets of operands in which an operator is linear, and no others."""
+    """Partial sums pass through exactly the sets of operands in which an operator is linear."""
     found = [
         tuple(index for index, placement in enumerate(inputs) if placement == Partial("sum"))
         for inputs, _ in strategies(op, args, {}, 2)
@@ -121,7 +121,7 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
 
 @pytest.mark.parametrize(("op", "args", "expected"), _ORDERED, ids=str)
 def test_order_and_products(op: torch._ops.OpOverload, args: tuple[Any, ...], expected: str) -> None:
-    """Pending maxima, minima and products pass through what keeps them, and become what they become."""
+    """Pending maxima, minima and products pass through monotone and multiplicative operators."""
     found = [
         f"{_awaiting(inputs)}{_pending(inputs)}>{_pending(outputs)}"
         for inputs, outputs in strategies(op, args, {}, 2)

@@ -45,7 +45,7 @@ def test_planes(function: Callable[[torch.Tensor], torch.Tensor], space: int) ->
 
 @st.composite
 def pools(draw: st.DrawFn) -> tuple[list[int], tuple[list[int], ...]]:
-    """Sizes of a plane, and kernel, stride, padding and dilation of windows whose number may fit them."""
+    """Draw sizes of a plane, and kernel, stride, padding and dilation of fitting windows."""
     sizes, options = [], []
     for _ in range(2):
         stride, kernel, dilation = (draw(st.integers(1, 3)) for _ in range(3))
@@ -58,7 +58,7 @@ def pools(draw: st.DrawFn) -> tuple[list[int], tuple[list[int], ...]]:
 
 @given(pool=pools(), ceil_mode=st.booleans(), lowest=st.booleans())
 def test_maxima(pool: tuple[list[int], tuple[list[int], ...]], ceil_mode: bool, lowest: bool) -> None:
-    """Any windows; indices are those of the whole plane, also where all of a window is minus infinity."""
+    """Maxima of any windows have indices of the whole plane, also for windows of minus infinity."""
     sizes, options = pool
     x = tensor(3, 1, *sizes)
     if lowest:
@@ -74,7 +74,7 @@ def test_maxima(pool: tuple[list[int], tuple[list[int], ...]], ceil_mode: bool, 
 def test_averages(
     pool: tuple[list[int], tuple[list[int], ...]], ceil_mode: bool, counts: bool, divisor: int | None
 ) -> None:
-    """Any windows, whatever they divide by."""
+    """Averages of any windows are right for any divisor."""
     sizes, (kernel, stride, padding, _) = pool
     x, options = tensor(2, 1, *sizes), (kernel, stride, padding, ceil_mode, counts, divisor)
     check_call(aten.avg_pool2d.default, x, *options, meshes=MESHES)
@@ -84,7 +84,7 @@ def test_averages(
 
 @given(sizes=st.tuples(*[st.integers(1, 8)] * 2), counts=st.tuples(*[st.integers(1, 4)] * 2))
 def test_adaptive(sizes: tuple[int, int], counts: tuple[int, int]) -> None:
-    """Windows that lie side by side, and those that do not."""
+    """Adaptive windows may be adjacent or overlapping."""
     assume(all(count <= size for count, size in zip(counts, sizes, strict=True)))
     x, grad = tensor(2, 1, *sizes), tensor(2, 1, *counts)
     indices = aten.adaptive_max_pool2d(x, counts)[1]
@@ -124,7 +124,7 @@ def test_windows_side_by_side_exchange_nothing() -> None:
 
 
 def test_pieces_are_no_smaller_than_halos() -> None:
-    """Four elements on either side do not come from a neighbour that has two."""
+    """A halo of four elements is refused over neighbours with two elements."""
     args = (tensor(1, 1, 4, 8), [1, 9], [1, 1], [0, 4])
     split = [len(strategies(aten.avg_pool2d.default, args, {}, ranks)) for ranks in (2, 4)]
     assert split[0] == split[1] + 1

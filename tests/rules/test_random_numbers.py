@@ -1,4 +1,4 @@
-"""Random numbers and dropout: a piece draws a piece of what the whole draws."""
+"""A piece draws its part of the whole random tensor, dropout included."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_random(distribution: str, shape: list[int], pair: Sequence[Mesh]) -> No
 
 @pytest.mark.parametrize("operator", [ops.poisson, ops.gamma])
 def test_distributions_of_a_tensor(operator: torch._ops.OpOverloadPacket) -> None:
-    """Numbers that are drawn until one is accepted, too."""
+    """Distributions of a tensor draw the right parts, also with rejection."""
     check_splits(operator.default, torch.rand(4, 5) * 20.0, _SEED, 2, [0, 0], [4, 5])
 
 

@@ -1,4 +1,4 @@
-"""Ranges of values hold what the values turn out to be."""
+"""Ranges contain the actual values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Written(nn.Module):
 @settings(max_examples=15, deadline=None)
 @given(numbers=st.lists(st.sampled_from(NUMBERS) | st.floats(width=32), min_size=8, max_size=8), seed=st.integers(0, 9))
 def test_no_value_lies_outside_of_its_range(numbers: list[float], seed: int) -> None:
-    """Whatever the inputs are, infinities and zeros too."""
+    """No value lies outside of its range, for inputs with infinities and zeros."""
     torch.manual_seed(seed)
     x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.3
     values = x.clone()
@@ -97,7 +97,7 @@ def test_no_value_of_a_drawn_program_lies_outside_of_its_range(program: DrawnPro
 
 
 class NormedInTurn(nn.Module):
-    """A drawn program: what batch norm gives of a transposed value is laid out otherwise than the trace has it."""
+    """A drawn program whose batch norm of a transposed value has another layout than its trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class NormedInTurn(nn.Module):
 
 
 class SquareLessANumber(nn.Module):
-    """A drawn program: a number is taken from what may be infinite."""
+    """A drawn program that subtracts a number from a possible infinity."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return torch.nn.functional.mse_loss(x + (x * x - 0.5), target)
@@ -116,13 +116,13 @@ class SquareLessANumber(nn.Module):
 
 @pytest.mark.parametrize(("model", "count"), [(NormedInTurn(), 1), (SquareLessANumber(), 2)])
 def test_no_value_of_programs_that_were_drawn_lies_outside_of_its_range(model: nn.Module, count: int) -> None:
-    """Programs that were drawn once, and failed."""
+    """Values of programs that once failed lie in their ranges."""
     inputs = tuple(torch.randn(count, 4, 4, 8))
     assert watch(model, inputs, inputs) == []
 
 
 def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
-    """The range of what is built of numbers of floating point and integers."""
+    """Return the range of an expression of floats and integers."""
 
     class Built(nn.Module):
         def forward(self, x: Tensor, n: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def _call(kind: str, lengths: Tensor | None = None, reverse: bool = False) -> tu
 @pytest.mark.parametrize("lengths", [None, torch.tensor([3, 0, 2, 1, 3, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_split(kind: str, lengths: Tensor | None, reverse: bool) -> None:
-    """Every strategy, forward and backward, on batches that the mesh divides and that it does not."""
+    """Batches split in every strategy, forward and backward, on even and uneven sizes."""
     operator, args = _call(kind, lengths, reverse)
     check_splits(operator, *args, meshes=MESHES)
     done = check_recorded(lambda: operator(*args), meshes=MESHES)
@@ -60,7 +60,7 @@ def test_gradients_of_some_results(used: tuple[int, ...]) -> None:
 
 
 def test_weights_gradients_are_sums_over_the_batch() -> None:
-    """A split batch leaves them partial; gradients that are partial sums leave all results so."""
+    """A split batch makes weight gradients partial, and a partial gradient makes all results partial."""
     operator, args = _call("gru")
     y, h, gates = operator(*args)
     backward = (torch.randn_like(y), torch.randn_like(h), args[1], args[2], None, y, gates, False)

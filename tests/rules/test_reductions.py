@@ -1,4 +1,4 @@
-"""Reductions: reduced dims leave their reduction pending, or are reduced inside; some are never split."""
+"""Reduced dims leave a pending reduction or are reduced inside the call, and some are never split."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_norms_of_any_order_are_theirs(order: float | None) -> None:
     ids=str,
 )
 def test_forms(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """Every strategy computes what the call computes."""
+    """Every strategy of a reduction gives the call's results."""
     check_splits(op, *args, **({"stable": True} if op is aten.sort.stable else {}))
 
 
 @given(st.data())
 def test_statistics_over_split_dims(data: st.DataObject) -> None:
-    """Variances, log-sum-exps and extremes with their index, of any shape on any mesh: they arrive whole."""
+    """Variances, log-sum-exps and extremes with index arrive whole over split dims, on any mesh."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     mesh = data.draw(meshes(max_axes=2, max_ranks=6))
     dims = data.draw(st.lists(st.sampled_from(range(len(shape))), min_size=1, unique=True))
@@ -95,7 +95,7 @@ def test_statistics_over_split_dims(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_scans_along_split_dims(data: st.DataObject) -> None:
-    """Each rank adds what came before its piece."""
+    """A scan along a split dim adds the totals of earlier ranks."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     mesh, dim = data.draw(meshes(max_axes=2, max_ranks=6)), data.draw(st.integers(-len(shape), len(shape) - 1))
     dtype = data.draw(st.sampled_from([torch.float64, torch.int32, torch.bool]))
@@ -105,7 +105,7 @@ def test_scans_along_split_dims(data: st.DataObject) -> None:
 
 
 def test_the_first_of_equal_extremes_is_found() -> None:
-    """The first of equal extremes is found like on one device; NaN is greater than all."""
+    """The first of equal extremes is found as on one device, and NaN is the greatest."""
     ties, x = torch.ones(3, 7), tensor(3, 7)
     x[1, 5], x[2, 1], x[2, 6] = math.nan, math.nan, math.nan
     for values in (ties, x, -ties * math.inf, ties.long()):
@@ -152,7 +152,7 @@ def test_results_of_another_type(dtype: torch.dtype) -> None:
 
 
 def test_norms_in_half_precision() -> None:
-    """Squares of what half precision holds need not fit there."""
+    """Norms in half precision are right although squares of half numbers overflow."""
     for order in (2, 3, 0.5):
         check_splits(aten.linalg_vector_norm.default, 100 * (tensor(5, 7).half() + 5), order, [0])
 

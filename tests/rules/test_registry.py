@@ -1,4 +1,4 @@
-"""The table of rules as a whole: what it covers, and that all of it is sound on PyTorch's own samples."""
+"""The table of rules covers the operators, and is sound on PyTorch's own samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_second_rule_raises() -> None:
 
 
 def test_an_operator_without_rule_is_replicated() -> None:
-    """Its only strategy repeats it on every rank."""
+    """An operator without a rule has the single strategy of full copies."""
     assert not has_rule(aten.nonzero.default)
     found = strategies(aten.logdet.default, (tensor(4, 4),), {}, 2)
     assert [str(placement) for side in found[0] for placement in side] == ["R", "R"]
@@ -46,7 +46,7 @@ def test_absent_results_are_left_out() -> None:
 
 
 def test_few_bits_carry_no_sums_into_more() -> None:
-    """Addends that wrap round have another sum there; in their own type they wrap round alike."""
+    """Pending sums of few bits do not pass a cast to more bits, because sums wrap in the narrow type."""
     x = tensor(4, 6).to(torch.int8)
     for op, args, options in (
         (aten.trace.default, (x,), {}),
@@ -72,7 +72,7 @@ def test_few_bits_carry_no_sums_into_more() -> None:
     ids=lambda value: str(value) if callable(value) else "",
 )
 def test_of_complex_numbers_only_sums_are_pending(op: Any, args: tuple[Any, ...]) -> None:
-    """They have no order, and travel between ranks as pairs of reals, whose products are not theirs."""
+    """Complex numbers pass pending sums alone, because they travel as pairs of reals without order or products."""
     kwargs = {"dtype": args[-1]} if op is aten._to_copy.default else {}
     args = args[:1] if kwargs else args
     check_call(op, *args, **kwargs)
@@ -82,7 +82,7 @@ def test_of_complex_numbers_only_sums_are_pending(op: Any, args: tuple[Any, ...]
 
 
 def test_nothing_is_allocated_to_list_strategies() -> None:
-    """Shapes are all that counts, whatever device the arguments name."""
+    """Listing strategies needs shapes alone, and allocates nothing on any device."""
     size = [1 << 20, 1 << 20]
     assert len(strategies(aten.zeros.default, (size,), {"device": torch.device("cpu")}, 2)) == 4
 
@@ -108,7 +108,7 @@ _WHOLE = {
 
 @pytest.mark.parametrize("name", sorted(_WHOLE))
 def test_operators_that_stay_whole(name: str) -> None:
-    """The list above is up to date: whoever writes one of these rules takes its line out."""
+    """The list of operators without a split is up to date."""
     packet, overload = name.removeprefix("aten.").split(".")
     assert not has_rule(getattr(getattr(aten, packet), overload))
 
@@ -179,10 +179,9 @@ def test_all_rules_on_fives_and_on_two_axes(part: int) -> None:
 
 
 def _assert_all_pass(tally: Tally, part: int) -> None:
-    """Nothing fails, and nothing is lost: every name is met but those known, and calls are as many as samples.
+    """Check that nothing fails, every known name is met, and there are at least as many calls as samples.
 
-    Samples of one name differ, or they would not be several: of those that call an operator with a rule, each makes
-    at least one call on average that no other has made.
+    Samples of one name differ. On average a sample makes a call that no other sample made.
     """
     assert not tally.failures, f"{tally.calls} calls, {tally.strategies} strategies:\n" + "\n".join(tally.failures)
     names, unreached = set(_names(part)), {name for names in _UNREACHED.values() for name in names}

@@ -1,4 +1,4 @@
-"""The table of rules admits what brute force finds valid on PyTorch's samples."""
+"""The table of rules admits the placements that brute force finds on PyTorch's samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def listed(call: Call) -> list[Strategy]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_most_valid_placements_are_admitted() -> None:
-    """At least 95 % on operators that check their indices: brute force gives them pieces that do not fit."""
+    """The rules admit at least 95 % of valid placements on operators with index checks."""
     with even_samples():
         calls = [call for _, call in database_calls(_SAMPLED, 1, is_functional)]
     admitted, missed = 0, []

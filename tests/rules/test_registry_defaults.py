@@ -36,7 +36,7 @@ def _defaults(operator: OpOverload, function: Callable[..., Any]) -> Iterator[tu
 
 
 def _is_alike(own: Any, taken: Any) -> bool:
-    """Whether two defaults are alike: one number stands for a whole list of it, and None for none."""
+    """Whether two defaults are equal, with a number for a list of equal numbers, and None for no entry."""
     if not isinstance(taken, list):
         return own == taken
     return list(own) == taken if isinstance(own, tuple) else [own] * len(taken) == taken

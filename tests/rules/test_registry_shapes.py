@@ -197,7 +197,7 @@ _FAMILIES = [
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__.strip("_"))
 @given(data=st.data(), ranks=st.sampled_from([2, 4]))
 def test_every_strategy_on_drawn_shapes(family: Callable[[Draw], Calls], data: st.DataObject, ranks: int) -> None:
-    """It computes what the call computes."""
+    """Every strategy of a drawn call gives the call's results."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     for op, args in family(data.draw):
         assert check_call(op, *args, meshes=[Mesh({"a": ranks})]) >= 1

@@ -1,4 +1,4 @@
-"""The tolerance under which two results are the same: rounding, and no wrong number."""
+"""The tolerance of equal results allows rounding, and no wrong number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.rules.sampling import agree
     [(torch.float64, 5e-8, 3e-7), (torch.float32, 5e-4, 3e-3), (torch.complex128, 5e-8, 3e-7)],
 )
 def test_each_element_may_be_off_by_little(dtype: torch.dtype, passes: float, fails: float) -> None:
-    """Relative to itself: far more than a sum in another order is off by, far less than a term is."""
+    """An element may differ by more than a reordered sum does, and by less than a missing addend does."""
     expected = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
     assert agree(expected * (1 + passes), expected)
     for place in range(3):
@@ -28,7 +28,7 @@ def test_each_element_may_be_off_by_little(dtype: torch.dtype, passes: float, fa
 def test_small_elements_may_be_off_by_what_the_largest_rounds_to(
     dtype: torch.dtype, passes: float, fails: float
 ) -> None:
-    """A sum that cancels may be wrong by the rounding of its addends, whatever the scale."""
+    """A sum that cancels may differ by the rounding of its addends, at any scale."""
     for scale in (1e-6, 1.0, 1e6):
         expected = torch.tensor([scale, 0.0], dtype=dtype)
         assert agree(expected + torch.tensor([0.0, passes * scale], dtype=dtype), expected)
@@ -36,7 +36,7 @@ def test_small_elements_may_be_off_by_what_the_largest_rounds_to(
 
 
 def test_infinities_do_not_hide_what_is_finite() -> None:
-    """They do not count as the largest, and are to be where they were, as is NaN."""
+    """Infinities and NaN must agree in place, and do not count as the largest element."""
     expected = torch.tensor([math.inf, math.nan, 1.0, 0.0])
     assert agree(expected.clone(), expected)
     for place, value in ((0, -math.inf), (0, 1.0), (1, 1.0), (2, math.nan), (3, 0.01)):

@@ -1,4 +1,4 @@
-"""Softmax: the dim along which it runs is split, evenly or not, and two statistics of each row travel."""
+"""Softmax splits its own dim, evenly or not, and sends two statistics of each row."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_integers_are_only_split_evenly() -> None:
 
 
 def test_the_rule_says_that_ranks_talk() -> None:
-    """So that the planner prices it."""
+    """The rule states its communication, so that the planner prices it."""
     x = tensor(4, 6)
     rule = bound_rule(aten._softmax.default, (x, 1, False), {}, [x])
     assert rule is not None

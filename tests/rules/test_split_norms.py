@@ -1,4 +1,4 @@
-"""Norms whose rows are split are those of whole rows."""
+"""Norms over split rows equal norms over whole rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tests.rules.recording import check_splits
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_norm_of_split_rows(dtype: torch.dtype) -> None:
-    """With weights in its own type or a wider one, in which ATen then keeps mean and deviation too."""
+    """A layer norm of split rows takes weights in its own type or wider, and keeps mean and deviation."""
     x, weight, bias = torch.randn(3, 4, dtype=dtype), torch.rand(4), torch.rand(4)
     check_splits(torch.ops.aten.native_layer_norm.default, x, [4], weight, bias, 1e-5)

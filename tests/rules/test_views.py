@@ -1,4 +1,4 @@
-"""Views, cuts and joins: every strategy computes what the call computes; shapes split into common factors."""
+"""Every strategy of views, cuts and joins gives the call's results; shapes split into common factors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_moves(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
 
 
 def test_complex_numbers_have_no_order() -> None:
-    """Nor have joined real ones beside them."""
+    """Complex values, also joined with real values, pass no pending maximum."""
     x = torch.complex(tensor(4, 6), tensor(4, 6))
     check_splits(aten.constant_pad_nd.default, x, [1, 0], 1.0)
     check_splits(aten.cat.default, [x, tensor(4, 6)], 1)

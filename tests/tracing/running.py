@@ -1,4 +1,4 @@
-"""Runs a program as it stands, on real tensors, and compares it with the eager model."""
+"""Run a program on real tensors, and compare the results with the eager model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 def run_program(
     program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, seed: int = 0
 ) -> dict[tuple[OutputKind, str], Tensor]:
-    """All results of a program; tangents are ones."""
+    """Return all results of a program; tangents are ones."""
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values, nodes = [], program.nodes_by_name()

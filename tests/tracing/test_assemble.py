@@ -1,4 +1,4 @@
-"""From a joint graph to a program: what stands where."""
+"""A joint graph becomes a program with an ordered forward and backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.tracing import trace
 
 
 class Overwrites(nn.Module):
-    """Divides shares in place, as routers of experts do: the backward reads what they were."""
+    """A model that divides shares in place, as routers of experts do; the backward reads the old shares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Overwrites(nn.Module):
 
 
 def test_what_only_the_backward_reads_stands_behind_the_forward() -> None:
-    """No call of the forward follows one of the backward: recomputation goes by that."""
+    """No forward call follows a backward call, because recomputation relies on this order."""
     program = trace(Overwrites(), (torch.randn(3, 4),))
     phases = [node.meta["phase"] for node in program.graph.nodes if node.op == "call_function"]
     assert set(phases) == {"forward", "backward"}
@@ -32,13 +32,13 @@ def test_what_only_the_backward_reads_stands_behind_the_forward() -> None:
 
 
 class Draws(nn.Module):
-    """Draws numbers by an operator that has no form independent of the layout."""
+    """A model with a random operator whose draws depend on the layout."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._fused_dropout.default(x, 0.5)[0] + x
 
 
 def test_random_operators_without_a_form_are_refused() -> None:
-    """Wherever they stand in the program, with the line of the model."""
+    """A random operator without a layout-independent form is refused with the line of the model, at any place."""
     with pytest.raises(TraceError, match=r"random operator aten\..* at test_assemble\.py:"):
         trace(Draws(), (torch.randn(4),))

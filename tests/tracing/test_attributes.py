@@ -1,4 +1,4 @@
-"""A traced model keeps nothing of the trace, and what it keeps between calls does not disturb it."""
+"""A traced model keeps no value of the trace, and its own values do not disturb the trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Keeps(nn.Module):
 
 
 def test_a_model_that_keeps_tensors_is_traced_and_left_as_it_was() -> None:
-    """The program has the gradient of what was kept; the model can still be called."""
+    """The program has the gradient of a kept tensor, and the model can still be called."""
     model, x = Keeps(), torch.randn(2, 4)
     program = trace(model, (x,), {})
     assert {slot.name for slot in program.outputs} >= {"bias", "inner.weight"}
@@ -59,6 +59,6 @@ def test_tensors_are_taken_out_after_an_error() -> None:
 
 
 def test_a_recurrent_layers_list_of_its_parameters_is_no_kept_tensor() -> None:
-    """Nothing is said of `_flat_weights`, in which torch lists the parameters that it also has by name."""
+    """Torch's list `_flat_weights` of named parameters is not reported as a kept tensor."""
     program = trace(nn.Sequential(nn.LSTM(4, 4)), (torch.randn(2, 3, 4),))
     assert not program.python.notes

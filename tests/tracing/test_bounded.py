@@ -1,4 +1,4 @@
-"""Sizes that depend on values: one program for all of them, where the rules know what to do with padding."""
+"""Sizes that depend on values have one program for all sizes, if the rules can handle padding."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ GUARDED: dict[str, Use] = {
     "beside rows of a known number": lambda model, x, mask: (x[mask] * x[:3] if len(x[mask]) < 4 else x[mask]).sum(),
     "returned": lambda model, x, mask: x[mask],
 }
-"""Uses of such rows that need their number: each number is a program."""
+"""Uses of bounded rows that need the exact number, with one program for each number."""
 
 
 def _inputs(count: int, *, nan: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows, of which `count` are selected, and never the first; that one holds what no sum may see."""
+    """Return rows of which `count` are selected, never the first row, which has values that no sum may read."""
     generator = torch.Generator().manual_seed(count)
     mask = torch.zeros(ROWS, dtype=torch.bool)
     mask[1 + torch.randperm(ROWS - 1, generator=generator)[:count]] = True
@@ -109,7 +109,7 @@ def _inputs(count: int, *, nan: bool = False) -> tuple[Tensor, Tensor]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_one_program_for_all_numbers_of_rows(name: str) -> None:
-    """Loss and gradients are those of the eager model for no row, some, and all but one."""
+    """Loss and gradients equal eager for no row, some rows, and all rows but the first."""
     model = Uses(BOUNDED[name])
     program = trace(model, _inputs(3))
     assert not program.guards
@@ -121,16 +121,16 @@ def test_one_program_for_all_numbers_of_rows(name: str) -> None:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_values_are_not_needed(name: str) -> None:
-    """A mask on the meta device has no values, and the program is the same."""
+    """A mask on meta gives the same program, because the program needs no values."""
     x, mask = _inputs(3)
     assert trace(Uses(BOUNDED[name]), (x, mask.to("meta"))).text() == trace(Uses(BOUNDED[name]), (x, mask)).text()
 
 
 @pytest.mark.parametrize("name", [name for name in BOUNDED if name not in ("number of rows", "experts", "written")])
 def test_rows_that_are_not_selected_are_not_seen(name: str) -> None:
-    """Padding repeats the first row, which is not selected: a NaN in it reaches neither loss nor gradients.
+    """A NaN in the first, unselected row, which padding repeats, reaches neither loss nor gradients.
 
-    In the eager model neither, but for the gradient of what makes it.
+    In the eager model the NaN reaches only the gradient of the row's own source.
     """
 
     class FromOutside(Uses):
@@ -147,7 +147,7 @@ def test_rows_that_are_not_selected_are_not_seen(name: str) -> None:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_split_rows_equal_one_device(name: str) -> None:
-    """Dims of bounded size are split like any other, unevenly too."""
+    """Bounded dims are split like other dims, also unevenly."""
     model, mesh = Uses(BOUNDED[name]), Mesh({"data": 2})
     plan = most_uneven_plan(trace(model, _inputs(3)), mesh)
     sharded = ShardedModule(model, SimulatorEngine(mesh), Planner(fixed=plan))
@@ -164,7 +164,7 @@ def test_split_rows_equal_one_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", GUARDED)
 def test_what_needs_the_number_is_guarded(name: str) -> None:
-    """The program is that of the example's number of rows, and serves no other."""
+    """A program that needs the number of rows serves the example's number alone."""
     model = Uses(GUARDED[name])
     program = trace(model, _inputs(3))
     assert_equals_eager(program, model, _inputs(3))

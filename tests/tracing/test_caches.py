@@ -14,7 +14,7 @@ import autoshard
 
 
 def _cached_where_eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a cached one, like the positions of transformers' models."""
+    """Return a function that calls a cached function, as position embeddings of transformers do."""
     cached = functools.lru_cache(maxsize=4)(function)
 
     @functools.wraps(function)
@@ -72,7 +72,7 @@ class Static(_Positioned):
 @pytest.mark.parametrize("kind", [Direct, Wrapped, Method, Static])
 @pytest.mark.parametrize("was_called", [False, True])
 def test_a_cached_tensor_is_neither_kept_from_nor_for_a_trace(kind: type[nn.Module], was_called: bool) -> None:
-    """It equals one device, and the user's own model computes as before."""
+    """A trace ignores and keeps no cached tensors, so results equal one device, and the user's model still works."""
     model, x = kind(), torch.randn(4, 4)
     expected = model(x).item() if was_called else None
     loss = autoshard.compile(model, autoshard.Mesh({"data": 2}))(x)

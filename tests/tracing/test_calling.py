@@ -1,4 +1,4 @@
-"""Which of a call's arguments are the loss's."""
+"""Split a call's arguments between the model and the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_takes_its_required_arguments_behind_the_outputs(name: str) -> None:
-    """Targets are counted among three arguments of a call, where the model takes one."""
+    """Required arguments of the loss behind the outputs are the call's last arguments."""
     loss, targets = LOSSES[name]
     assert count_targets(nn.Linear(2, 2), loss, 3) == targets
 

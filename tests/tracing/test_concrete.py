@@ -1,4 +1,4 @@
-"""Tensors whose shape the first call sets: refused by a sentence, and traced once they have their shape."""
+"""Tensors whose first call sets their shape are refused in a sentence, and traced afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Quantized(nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.ao.quantization")
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 def test_buffers_that_the_first_call_sizes() -> None:
-    """The error names the line and the way out, which is one call before."""
+    """A buffer without a shape is refused with its line, and one call beforehand is the way out."""
     model, x = Quantized(), torch.ones(2, 4)
     with pytest.raises(
         TraceError, match=r"resizes a tensor of shape=.* at test_concrete.py.*call the model once before"

@@ -1,4 +1,4 @@
-"""Tensors whose shape depends on values: traced with the size of the example, which is guarded."""
+"""Tensors with value-dependent shapes are traced at the example's size under a guard."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_sharded_selection_equals_one_device(name: str) -> None:
-    """Loss and gradient are those of the plain call, also for masks of other counts, for which it is traced anew."""
+    """Loss and gradient equal the plain call, and a mask of another count is traced anew."""
     model = Selects(SELECTIONS[name])
     sharded = autoshard.compile(model, autoshard.Mesh({"data": 2}))
     for seed in range(3):
@@ -82,7 +82,7 @@ def test_a_sharded_selection_equals_one_device(name: str) -> None:
 
 
 def test_the_count_is_guarded() -> None:
-    """Another mask with as many elements fits the program; one with more does not."""
+    """A mask with equally many elements fits the program, and a mask with more elements does not."""
     x, mask = _inputs()
     program = trace(Selects(SELECTIONS["index by a mask"]), (x, mask), {})
     assert [slot.kind for slot in program.inputs_of(InputKind.INPUT)] == [InputKind.INPUT] * 2
@@ -98,7 +98,7 @@ def test_without_values_the_call_is_refused() -> None:
 
 
 def test_text_and_lists_of_scalars_are_read() -> None:
-    """A scalar tensor in an f-string is its value, and `torch.tensor` takes lists of scalars; both are guarded."""
+    """A scalar in an f-string and a list of scalars in `torch.tensor` are read under guards."""
     model, x = Reads(), torch.arange(4.0)
     program = trace(model, (x,), {})
     assert len(program.guards) == 2
@@ -107,7 +107,7 @@ def test_text_and_lists_of_scalars_are_read() -> None:
 
 
 class Reads(nn.Module):
-    """Takes the layer whose name has a number that is read."""
+    """A model that reads a number and uses the layer of that name."""
 
     def __init__(self) -> None:
         super().__init__()

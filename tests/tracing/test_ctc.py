@@ -1,4 +1,4 @@
-"""`ctc_loss` in models: loss and gradients are those of one device."""
+"""Loss and gradients of `ctc_loss` in models equal one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Lengths = Any
 
 
 class Recognises(nn.Module):
-    """A loss of sounds [N, T, 4] and what is said in them."""
+    """A loss of sounds [N, T, 4] and their transcripts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _check(model: nn.Module, sharded: Any, *call: Any) -> None:
     ("form", "reduction"), [("rows", "none"), ("rows", "mean"), ("one behind the other", "mean"), ("lists", "sum")]
 )
 def test_ctc_loss_equals_one_device(form: str, reduction: str) -> None:
-    """Targets in rows and one behind the other, lengths as tensors and lists, an impossible and an empty target."""
+    """Targets in rows or concatenated, lengths as tensors or lists, impossible and empty targets equal one device."""
     model = Recognises(reduction=reduction, blank=0, zero_infinity=reduction != "none")
     for mesh in MESHES:
         sharded = autoshard.compile(model, mesh)
@@ -76,7 +76,7 @@ def test_a_sequence_without_a_batch() -> None:
 
 
 def test_an_impossible_target_is_infinite() -> None:
-    """Unless infinite losses are asked to be zero, with their gradients."""
+    """An impossible target has an infinite loss, or zero loss and gradients on request."""
     x, targets, inputs, _ = _call(0, (3,))
     call = (x, targets, inputs.clamp(max=2), torch.tensor([6, 1, 1, 1]))
     assert autoshard.compile(Recognises(reduction="none"), MESHES[0])(*call).isinf()
@@ -85,7 +85,7 @@ def test_an_impossible_target_is_infinite() -> None:
 
 
 def test_lengths_of_targets_in_rows_are_not_read() -> None:
-    """Targets one behind the other guard how long the longest is, to a multiple of 32."""
+    """Lengths of targets in rows are not read; concatenated targets guard the longest length, to a multiple of 32."""
     x, targets, inputs, lengths = _call(0, (3, 2, 1, 2))
     assert not trace(Recognises(), (x, targets, inputs, lengths)).guards
     flat = targets.flatten()[:8]

@@ -1,4 +1,4 @@
-"""Lookups with sparse gradients: programs make dense ones, of the same numbers."""
+"""Lookups with sparse gradients become dense programs with equal numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Gathers(nn.Module):
 
 @pytest.mark.parametrize("kind", [Embeds, Bags, Gathers])
 def test_a_sparse_gradient_is_dense_and_trains(kind: type[nn.Module]) -> None:
-    """Loss, gradients, and the parameters after steps of SGD with momentum are those of one device."""
+    """Loss, gradients and parameters after steps of SGD with momentum equal one device."""
     for mesh in MESHES:
         torch.manual_seed(0)
         model = kind()
@@ -70,7 +70,7 @@ def test_a_sparse_gradient_is_dense_and_trains(kind: type[nn.Module]) -> None:
 
 
 def test_sparse_adam_is_refused_by_name() -> None:
-    """It takes sparse gradients only: as `optimizer=` before anything runs, and later by torch itself."""
+    """SparseAdam is refused as `optimizer=` at once, and by torch itself later."""
     model = Embeds()
     optimizer = torch.optim.SparseAdam(model.parameters())
     with pytest.raises(autoshard.NotAvailableError, match="SparseAdam takes sparse gradients only"):
@@ -81,7 +81,7 @@ def test_sparse_adam_is_refused_by_name() -> None:
 
 
 class Products(nn.Module):
-    """Products with a matrix that is sparse within."""
+    """A model of products with an internal sparse matrix."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def _edges(model: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_matrices_that_are_sparse_within(function: Callable[..., Tensor]) -> None:
-    """Losses and gradients are those of one device."""
+    """Losses and gradients with internal sparse matrices equal one device."""
     model, x = Products(function), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
     loss = model(x)
     (expected,) = torch.autograd.grad(loss, [model.weight])
@@ -133,7 +133,7 @@ def test_buffers_that_are_sparse(layout: torch.layout) -> None:
 
 
 def test_constants_that_are_sparse() -> None:
-    """A sparse tensor that is no buffer is refused likewise."""
+    """A sparse constant is refused with the way to keep the same matrix."""
     matrix = torch.eye(6).to_sparse()
     model = Products(lambda model, x: matrix @ (x * model.weight))
     with pytest.raises(TraceError, match=r"constant tensor of layout=torch.sparse_coo, shape=\(6, 6\)"):

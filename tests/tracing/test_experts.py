@@ -1,4 +1,4 @@
-"""Layers of experts of transformers' models are one operator each, whatever implementation a config names."""
+"""Expert layers of transformers become one operator each, for any implementation in the config."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def calls(program: Program, target: Any) -> int:
     "name", ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe", "phimoe", "ernie4_5_moe"]
 )
 def test_experts_are_one_operator(name: str) -> None:
-    """One for each layer, forward and backward, and no sorting outside of it."""
+    """Each layer has one operator in the forward and one in the backward, without sorting outside."""
     model, program = traced(name)
     layers = sum(hasattr(module, "_apply_gate") for module in model.modules())
     assert layers

@@ -96,7 +96,7 @@ def _prefixes(model: Call, x: Tensor, flag: Tensor) -> Tensor:
 @pytest.mark.parametrize("flag", [1.0, -1.0])
 @pytest.mark.parametrize("function", [_branches, _nested, _of_parameters, _of_rows, _scanned, _mapped, _prefixes])
 def test_control_flow(function: Callable[..., Tensor], flag: float) -> None:
-    """Losses and gradients are those of one device: zeros for what only the branch not taken uses."""
+    """Losses and gradients of control flow equal one device, with zeros for the branch that is not taken."""
     expected, found = _both(Call(function), _inputs(4, 8).abs() + 5, torch.full((3,), flag))
     torch.testing.assert_close(found, expected, equal_nan=True)
 
@@ -171,7 +171,7 @@ def _attention(
 def test_flex_attention(
     make_score: Callable[[Call], Callable[..., Tensor]] | None, mask_mod: Callable[..., Tensor] | None
 ) -> None:
-    """Scores and masks by functions, with two heads of queries to one of keys; torch has no backward on the CPU."""
+    """Flex attention takes functions of scores and masks, and two query heads per key head, by a composite backward."""
 
     def run(model: Call, x: Tensor, *, ours: bool) -> Tensor:
         q, k, v = (x @ model.first).unflatten(1, (8, 2)).transpose(1, 2), x[:, None] @ model.first, x[:, None, :8].sin()
@@ -200,7 +200,7 @@ def test_flex_attention(
 
 
 def test_flex_attention_is_attention() -> None:
-    """Without a function of scores, the operator that has kernels stands for it."""
+    """Flex attention without a function of scores becomes the operator with kernels."""
     mask = create_block_mask(_causal, None, None, 8, 8, device="cpu")
     model = Call(lambda model, x: flex_attention(x @ model.first, x, x, block_mask=mask))
     x = _inputs(2, 2, 8, 8)

@@ -20,7 +20,7 @@ X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
 class Collecting(Perceptron):
-    """Collects an activation by a hook of its own, and computes with it."""
+    """A model that collects an activation by its own hook, and computes with the activation."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -68,7 +68,7 @@ def fill_weight(module: nn.Module, _: Any) -> None:
 
 @pytest.mark.parametrize("name", IDLE)
 def test_hooks_that_only_look_are_refused(name: str) -> None:
-    """By the names of hook and module."""
+    """A hook that only reads is refused with the names of hook and module."""
     model = Perceptron(4, 4)
     IDLE[name](model.down)
     before = [dict(module._forward_hooks) for module in model.modules()]
@@ -78,7 +78,7 @@ def test_hooks_that_only_look_are_refused(name: str) -> None:
 
 
 def test_one_hook_of_two_is_refused() -> None:
-    """The other is needed by the call."""
+    """One of two hooks is refused, because the call needs the remaining hook."""
     model = Collecting()
     trace(model, (X,))
     model.down.register_forward_hook(partial(look, []))
@@ -87,7 +87,7 @@ def test_one_hook_of_two_is_refused() -> None:
 
 
 def test_a_hook_on_every_module_is_refused() -> None:
-    """It was registered for all."""
+    """A hook on all modules is refused."""
     handle = register_module_forward_hook(partial(look, []))
     try:
         with pytest.raises(TraceError, match="hook 'look' on every module"):
@@ -97,7 +97,7 @@ def test_a_hook_on_every_module_is_refused() -> None:
 
 
 def test_hooks_that_act_are_traced() -> None:
-    """In place, by an attribute; a sentence says what is not done."""
+    """A hook that acts in place or by an attribute is traced, or refused in a sentence."""
     model = Perceptron(4, 4)
     plain = trace(Perceptron(4, 4), (X,)).digest()
     model.up.register_forward_hook(scale_in_place)

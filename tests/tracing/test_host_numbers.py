@@ -1,4 +1,4 @@
-"""Numbers that a model draws from Python's or NumPy's generators: refused where they matter."""
+"""Numbers from Python's or NumPy's generators are refused if they change results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `autoshard.tracing.initialisers`: what is drawn has the distribution of the modules' own initialisation."""
+"""Parameters drawn by `autoshard.tracing.initialisers` have the distribution of their modules' own initialisation."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def weights_of(model: nn.Module, init_fn: Init | None = None, seed: int = 1) -> 
 
 
 def assert_alike(found: Tensor, expected: Tensor, name: str) -> None:
-    """Equal where no element is drawn; else a sample like the one that a constructor drew.
+    """Check equality of constant elements, and the distribution of drawn elements.
 
-    Mean and standard deviation differ by six times what chance does, at most, and the test of Kolmogorov and Smirnov
-    for two samples passes at one in a million.
+    Mean and standard deviation may differ by six times their standard errors. The test of Kolmogorov and Smirnov for
+    two samples passes at one in a million.
     """
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype), name
     one, other = found.detach().double().flatten().sort().values, expected.detach().double().flatten().sort().values
@@ -122,7 +122,7 @@ def test_models_of_transformers(name: str) -> None:
 
 
 class Own(nn.Module):
-    """A model with `_init_weights` in the manner of nanoGPT, and a table that is computed."""
+    """A model with `_init_weights` as in nanoGPT, and a computed table."""
 
     def __init__(self) -> None:
         super().__init__()

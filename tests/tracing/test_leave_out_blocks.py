@@ -1,4 +1,4 @@
-"""Long lists of alike blocks lose their inner ones, and what stays keeps its names."""
+"""Long lists of repeated blocks lose their inner blocks, and the remaining blocks keep their names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Stack(nn.Module):
     ],
 )
 def test_runs_are_found(widths: list[int], expected: list[Repeat]) -> None:
-    """The longest of the shortest period, one after the other."""
+    """Runs of the longest extent and shortest period are found in order."""
     short = leave_out_blocks(_Stack(widths), margin=1)
     assert short is not None
     assert list(short.repeats) == expected
@@ -40,7 +40,7 @@ def test_short_lists_stay() -> None:
 
 
 def test_what_stays_keeps_its_names_and_its_parameters() -> None:
-    """Indices count what is left, as the model's own loops do."""
+    """The remaining blocks keep names and parameters, and count indices as the model's own loops do."""
     model = _Stack([1] * 10)
     short = leave_out_blocks(model, margin=1)
     assert short is not None

@@ -18,7 +18,7 @@ MESHES = (autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2}))
 
 
 class Assigns(nn.Module):
-    """A loss of a tensor [2, 6, 4] that was assigned to; `token` [4] and `rows` give values with gradients."""
+    """A loss of a tensor [2, 6, 4] behind an assignment; `token` [4] and `rows` give values with gradients."""
 
     def __init__(self, assign: Assign) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ ONE_VALUE: dict[str, Assign] = {
     "of bytes": lambda model, h, mask: _item(h, mask[:, None].expand(2, 1, 6)[:, 0].bool(), model.token),
     "index_put": lambda model, h, mask: torch.index_put(h, (mask,), model.token),
 }
-"""A mask of the input, and values that are the same for all its places: nothing is read."""
+"""A mask of the input, and values that are equal at all places, so that no value is read."""
 
 ROWS: dict[str, Assign] = {
     "rows": lambda model, h, mask: _item(h, mask, _all_rows(model, h, mask)),
@@ -109,7 +109,7 @@ def test_assignment_through_a_mask_equals_one_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_VALUE)
 def test_one_value_for_all_places_reads_no_mask(name: str) -> None:
-    """No value is guarded, so a mask of any other count runs the same program, and the mask may be on meta."""
+    """One value at all places needs no guard, so a mask of any count, also on meta, runs one program."""
     x, mask = _inputs(0)
     program = trace(Assigns(ONE_VALUE[name]), (x.to("meta"), mask.to("meta")), {})
     assert not program.guards
@@ -117,7 +117,7 @@ def test_one_value_for_all_places_reads_no_mask(name: str) -> None:
 
 
 def test_a_mask_of_another_shape_is_refused_as_by_torch() -> None:
-    """It does not broadcast."""
+    """A mask that does not broadcast is refused as by torch."""
     x, mask = _inputs(0)
     with pytest.raises(Exception, match="mask"):
         trace(Assigns(ONE_VALUE["a token"]), (x, mask[:, :1]), {})

@@ -1,4 +1,4 @@
-"""Nested tensors are refused by a sentence, whichever function makes them."""
+"""Nested tensors of any function are refused in a sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OFFSETS = torch.tensor([0, 3, 8])
 
 
 class Call(nn.Module):
-    """A function of a matrix that has a gradient."""
+    """A function of a matrix with a gradient."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -38,6 +38,6 @@ class Call(nn.Module):
     ],
 )
 def test_refusal(make: Callable[[Tensor], Tensor]) -> None:
-    """The sentence names the line, and what to do."""
+    """The error names the line and the way out."""
     with pytest.raises(TraceError, match=r"makes a nested tensor in forward at test_nested.*Pad the rows"):
         trace(Call(lambda x: nested.to_padded_tensor(make(x), 0.0).sum()))

@@ -40,7 +40,7 @@ REFUSING: dict[object, Callable[[Tensor], Tensor]] = {
     ours.attention.default: lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     ours.cross_entropy.default: lambda x: F.cross_entropy(x.flatten(0, 1), x[..., 0].long().flatten()),
 }
-"""By operator, what runs it."""
+"""The functions that run each refusing operator."""
 
 
 class Called(nn.Module):
@@ -55,7 +55,7 @@ class Called(nn.Module):
 
 
 class Layers(nn.Module):
-    """Two products, and what comes before them."""
+    """Two products and the layers in front."""
 
     def __init__(self, cast: torch.dtype | None = None) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_products_of_one_type_are_traced() -> None:
 
 
 def test_values_of_unlike_types_are_refused_by_their_nodes() -> None:
-    """An operand that is computed of several values is named by its node."""
+    """A computed operand of an unlike type is refused with the name of its node."""
 
     class Product(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: o
 
 
 def test_they_are_refused_by_their_names() -> None:
-    """And what would do."""
+    """A plain operand of an unlike type is refused with its name and the way out."""
     named = (
         r"The operator aten\.gelu\.default at .* takes input 'input:0' of torch\.int64: .* floating point numbers only"
     )
@@ -138,14 +138,14 @@ def test_convolutions_and_sums_by_index_take_one_type() -> None:
 
 
 def test_integers_are_taken_where_one_device_takes_them() -> None:
-    """By other functions, and by softmax that is asked for another type."""
+    """Integers are accepted as on one device, by other functions and by a softmax with another type."""
     for function in (F.relu, lambda x: x.softmax(-1, dtype=torch.float32), lambda x: F.dropout(x, training=False)):
         function(INTEGERS)
         trace(Called(function), (INTEGERS,))
 
 
 def test_planning_compiling_and_pricing_refuse_alike() -> None:
-    """Whatever is asked of such a call."""
+    """Planning, compiling and pricing refuse the call equally."""
     asked = {"example_inputs": (INTEGERS,), "optimizer": "adamw"}
     with pytest.raises(TraceError, match=r"matrix product .* of unlike types"):
         autoshard.plan(Layers(), Cluster("h100_sxm", 1, 2).mesh({"data": 2}), **asked)

@@ -1,4 +1,4 @@
-"""Casts in traced programs: what is cast where, and what is not."""
+"""Casts in traced programs, and values without a cast."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def block_inputs() -> tuple[Tensor, Tensor]:
 
 
 def test_parameters_are_cast_once_where_they_are_used() -> None:
-    """Before their first use, in their own module; their gradients are converted as soon as they are made."""
+    """A parameter is cast once, at its first use in its own module, and its gradient as soon as the gradient exists."""
     program = trace(Block(), block_inputs(), compute_dtype=BF16)
     order = list(program.graph.nodes)
     casts = [node for node in order if node.target is CAST and node.args[0].op == "placeholder"]
@@ -71,7 +71,7 @@ def test_parameters_are_cast_once_where_they_are_used() -> None:
 
 
 def test_types_of_results() -> None:
-    """Gradients are those of the master weights, the loss is float32, other outputs are as computed."""
+    """Gradients have the master weights' type, the loss is float32, and other outputs keep their computed type."""
     found = dtypes_of(trace(Block(), block_inputs(), compute_dtype=BF16))
     assert found.pop("output output:1") is BF16
     assert set(found.values()) == {torch.float32}
@@ -118,7 +118,7 @@ def test_the_loss_is_not_rounded() -> None:
 
 
 def test_a_loss_function_gets_float32() -> None:
-    """The model's own inputs are cast, its outputs widened, and targets left as they are."""
+    """Inputs of the model are cast, its outputs widened for a loss function, and targets left unchanged."""
     program = trace(nn.Linear(4, 3), (torch.randn(2, 4), torch.randn(2, 3)), loss_fn=F.mse_loss, compute_dtype=BF16)
     loss = next(node for node in program.graph.nodes if "mse_loss" in str(node.target))
     assert [operand.meta["val"].dtype for operand in loss.all_input_nodes] == [torch.float32, torch.float32]
@@ -175,13 +175,13 @@ class Mixed(nn.Module):
 
 
 def test_operands_of_several_types_are_brought_to_the_narrow_one() -> None:
-    """Operands that PyTorch would refuse are brought to one type; one device treats them alike."""
+    """Operands of unlike types, which PyTorch refuses, are cast to one type, and one device does the same."""
     model, x = Mixed(), torch.randn(3, 2, 4)
     torch.testing.assert_close(output_of(model, (x,)), run_in_precision(model, BF16, x), rtol=2**-7, atol=0)
 
 
 class Explicit(nn.Module):
-    """A product that its author asks for in float32, beside one that may be narrow: a router of experts, say."""
+    """A model with an explicit float32 product, as in a router of experts, beside a narrow product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Explicit(nn.Module):
 
 
 def test_products_that_are_asked_for_in_float32_are_computed_so() -> None:
-    """Counted in the program, forward and backward, and beside the cast model itself, which has casts of its own."""
+    """Explicit float32 products stay float32 in the program, forward and backward, as in the cast model."""
     model, x = Explicit(), torch.randn(16, 8)
     program = trace(model, (x,), compute_dtype=BF16)
     products = [node for node in program.graph.nodes if ".mm." in str(node.target) or "addmm" in str(node.target)]
@@ -211,7 +211,7 @@ def test_products_that_are_asked_for_in_float32_are_computed_so() -> None:
 
 
 def test_replaced_operators_come_back() -> None:
-    """After a trace, and after a run on one device, PyTorch refuses them again."""
+    """After a trace, and after a run on one device, PyTorch refuses unlike types as before."""
     model, x = Mixed(), torch.randn(3, 2, 4)
     trace(model, (x,), compute_dtype=BF16)
     run_in_precision(model, BF16, x)
@@ -220,7 +220,7 @@ def test_replaced_operators_come_back() -> None:
 
 
 class Scaling(nn.Module):
-    """Changes its weight in place, or counts in a buffer that it assigns."""
+    """A model that changes its weight in place, or counts in an assigned buffer."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_frozen_parameters_are_cast_and_have_no_gradient() -> None:
 
 
 def test_what_only_dynamo_can_trace_is_refused() -> None:
-    """Its graph has types written in it."""
+    """A model that only dynamo can trace is refused, because its graph has fixed types."""
 
     class Numpy(nn.Module):
         def __init__(self) -> None:
@@ -273,7 +273,7 @@ def test_what_only_dynamo_can_trace_is_refused() -> None:
 
 
 def test_a_call_that_nothing_can_trace_is_not_blamed_on_the_precision() -> None:
-    """Leaving it out would not help: the error is the call's own."""
+    """A call that no tracer can trace raises the call's own error, without blaming the precision."""
     with pytest.raises(TraceError, match=r"must have same reduction dim, but got \[3, 5\] X \[8, 16\]") as caught:
         trace(nn.Linear(8, 16), (torch.ones(3, 5),), compute_dtype=BF16)
     assert "leave precision out" not in str(caught.value)

@@ -39,7 +39,7 @@ class Counted(Counting):
 
 
 class Prepared(Counting):
-    """The first call sets what all compute with."""
+    """A model whose first call sets a value for all calls."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls or 3
@@ -47,20 +47,20 @@ class Prepared(Counting):
 
 
 def test_a_model_that_computes_with_the_number_of_its_calls_is_refused() -> None:
-    """By name, within another module too."""
+    """A model that computes with its number of calls is refused by name, also in a submodule."""
     with pytest.raises(TraceError, match=r"changes 1\.calls with every call"):
         trace(nn.Sequential(nn.Linear(4, 4), Counting()), (torch.randn(2, 4),))
 
 
 @pytest.mark.parametrize("model", [Counted(), Prepared()], ids=lambda model: type(model).__name__)
 def test_other_attributes_may_change(model: nn.Module) -> None:
-    """An attribute may change if no result depends on it, or if it stays after the first call."""
+    """An attribute may change if no result depends on the attribute, or if only the first call changes it."""
     program = trace(model, (torch.randn(2, 4),))
     assert [slot.name for slot in program.inputs if slot.kind is InputKind.PARAMETER] == ["layer.weight", "layer.bias"]
 
 
 class CountedInARecord(nn.Module):
-    """Calls are counted in an object beside a number that is computed with, or that is the count."""
+    """A model that counts calls in an object, beside or as a number of the computation."""
 
     def __init__(self, stats: Any, *, scale: str) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Slotted:
 
 @pytest.mark.parametrize("make", [lambda: SimpleNamespace(calls=0, beta=2.0), Slotted])
 def test_counts_in_objects_are_seen(make: Callable[[], Any]) -> None:
-    """By their path; what stands beside a count is still guarded, the count is not."""
+    """A count in an object is named by its path, and a neighbouring number is still guarded."""
     with pytest.raises(TraceError, match=r"changes stats\.calls with every call"):
         trace(CountedInARecord(make(), scale="calls"), (torch.randn(2, 4),))
     model = CountedInARecord(SimpleNamespace(calls=0, beta=2.0), scale="beta")
@@ -94,7 +94,7 @@ def test_counts_in_objects_are_seen(make: Callable[[], Any]) -> None:
 
 
 class Remembering(nn.Module):
-    """Each call computes with what calls before it left in a container."""
+    """A model whose calls compute with values that earlier calls left in a container."""
 
     def __init__(self, held: Any, count: Callable[[Any], float]) -> None:
         super().__init__()
@@ -120,6 +120,6 @@ def _add(held: Any) -> float:
     ids=lambda item: type(item).__name__,
 )
 def test_counts_in_arrays_are_seen(held: Any, count: Callable[[Any], float]) -> None:
-    """Whatever holds numbers."""
+    """Counts in arrays of any kind are found."""
     with pytest.raises(TraceError, match=r"changes held with every call"):
         trace(Remembering(held, count), (torch.randn(2, 4),))

@@ -52,11 +52,11 @@ def test_every_draw_has_a_number_of_its_own(family: str) -> None:
 
 
 _DECOMPOSED = re.compile(r"(feature_)?(alpha_)?dropout|rrelu.*|gru|lstm|rnn_(tanh|relu)|scaled_dot_product_attention")
-"""Operators that PyTorch writes as other operators before a trace sees them, or `tracing.semantic` keeps whole."""
+"""Operators that PyTorch decomposes before a trace, or that `tracing.semantic` keeps whole."""
 
 
 def _random_operators() -> set[str]:
-    """The names of PyTorch's operators that draw, without the underscore of those that write to their operand."""
+    """Return the names of PyTorch's random operators, without the underscore of in-place operators."""
     found = set()
     for full in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full.partition("::")
@@ -101,7 +101,7 @@ def test_a_draw_knows_its_line_and_module() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor], name: str) -> None:
-    """The message names the operator, the line and what to do; the default generator is none."""
+    """A generator is refused with the operator, the line and the way out; the default generator is accepted."""
     message = rf"calls aten\.{name} at test_random_numbers\.py:\d+ in <lambda> with generator=.*Leave generator= out"
     with pytest.raises(TraceError, match=message):
         _traced(lambda h: draw(h, torch.Generator()))
@@ -109,7 +109,7 @@ def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor
 
 
 def test_seeds_are_set_outside_the_model() -> None:
-    """Each call would draw the same numbers on one device; a forked generator comes back, but the numbers are those."""
+    """A seed set in the model is refused, because each call would draw equal numbers on one device."""
 
     def draw(h: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -140,13 +140,13 @@ class _NoisyBackward(torch.autograd.Function):
 
 
 def test_draws_of_a_backward_are_refused() -> None:
-    """They come after the forward was traced."""
+    """Random operators in a backward are refused, because they follow the traced forward."""
     with pytest.raises(TraceError, match=r"random operator aten\.rand_like\.default"):
         _traced(_NoisyBackward.apply)
 
 
 def test_attention_that_drops_nothing_is_not_random() -> None:
-    """PyTorch's own attention, called by name, may drop; without it is a plain operator."""
+    """PyTorch's attention called by name is random with dropout alone."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     assert not _draws(_traced(lambda h: attend(h[None, None], h[None, None], h[None, None])[0]))
     with pytest.raises(TraceError, match=r"random operator aten\._scaled_dot_product_flash_attention_for_cpu"):
@@ -160,6 +160,6 @@ def test_parameters_out_of_range_are_refused() -> None:
 
 
 def test_numbers_lie_in_memory_as_those_of_pytorch() -> None:
-    """A transposed tensor has random numbers like it, which can be viewed in the same ways."""
+    """Random numbers like a transposed tensor have its memory layout, and can be viewed like it."""
     program = _traced(lambda h: h.t() + torch.rand_like(h.t()).t().reshape(-1).view(4, 6).t())
     assert len(_draws(program)) == 1

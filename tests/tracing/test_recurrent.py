@@ -1,4 +1,4 @@
-"""Recurrent layers are one operator for each layer and direction, whatever their length, options and dtype."""
+"""Recurrent layers become one operator per layer and direction, for any length, options and dtype."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_equal_eager(kind: str, options: dict[str, Any]) -> None:
-    """Results, last states and gradients of every layer and direction; one operator for each, forward and backward."""
+    """Results, last states and gradients equal eager, with one operator forward and one backward per layer."""
     layer, x = _layer(kind, 3, 4, **options), torch.randn(5, 2, 3)
     program = trace(layer, (x,))
     counts = count_operators(program)
@@ -52,7 +52,7 @@ def test_layers_equal_eager(kind: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_given_states_and_unbatched_sequences(kind: str) -> None:
-    """A state that is passed in gets its gradient; a sequence without a batch is a batch of one."""
+    """A given state gets its gradient, and an unbatched sequence runs as a batch of one."""
     layer = _layer(kind, 3, 4, num_layers=2)
     state = torch.randn(2, 2, 4, requires_grad=True)
     states = (state, torch.randn(2, 2, 4, requires_grad=True)) if kind == "lstm" else state
@@ -67,7 +67,7 @@ def test_given_states_and_unbatched_sequences(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 def test_projections(options: dict[str, Any]) -> None:
-    """An LSTM that projects what it puts out is whole as well."""
+    """An LSTM with a projection becomes one operator too."""
     layer, x = _layer("lstm", 3, 4, proj_size=2, **options), torch.randn(5, 2, 3)
     program = trace(layer, (x,))
     assert count_operators(program)["autoshard::lstm"] == (4 if options else 1)
@@ -77,7 +77,7 @@ def test_projections(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_graph_does_not_grow_with_time(kind: str, train: bool) -> None:
-    """Long sequences are traced to the operators of short ones; oneDNN's layer is never among them."""
+    """Long sequences have the operators of short sequences, without oneDNN's layer."""
     layer = _layer(kind, 3, 4, num_layers=2).train(train).requires_grad_(train)
     short, long = (count_operators(trace(layer, (torch.randn(steps, 2, 3),))) for steps in (2, 50))
     assert short == long
@@ -86,7 +86,7 @@ def test_the_graph_does_not_grow_with_time(kind: str, train: bool) -> None:
 
 
 def test_dropout_is_between_layers() -> None:
-    """Two of three layers are followed by dropout while training, none in evaluation."""
+    """Dropout follows two of three layers in training, and no layer in evaluation."""
     layer, x = _layer("gru", 3, 4, num_layers=3, dropout=0.5), torch.randn(5, 2, 3)
     counts = count_operators(trace(layer, (x,), grad=False))
     assert counts["autoshard::dropout"] == 2
@@ -145,7 +145,7 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("options", _OPTIONS[:3], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_packed_sequences_are_whole(kind: str, options: dict[str, Any]) -> None:
-    """Rows of different lengths, packed in the model or before it: still one operator for each layer and direction."""
+    """Packed rows of unequal lengths have one operator per layer and direction, packed in or before the model."""
     layer, x = _layer(kind, 3, 4, **options), torch.randn(5, 5, 3, requires_grad=True)
     model, lengths = Packed(layer, padding_value=-1.0, total_length=6), torch.tensor([2, 5, 1, 3, 3])
     program = trace(model, (x, lengths))
@@ -159,20 +159,20 @@ def test_packed_sequences_are_whole(kind: str, options: dict[str, Any]) -> None:
 
 
 def test_lengths_as_numbers() -> None:
-    """Lengths that are a list are part of the program."""
+    """Lengths in a list are constants of the program."""
     model, args = Packed(_layer("gru", 3, 4)), (torch.randn(5, 3, 3), [2, 5, 4])
     assert_equals_eager(trace(model, args), model, args)
 
 
 def test_packed_sequences_have_dropout_between_layers() -> None:
-    """Torch's decomposition leaves it out."""
+    """Packed sequences have dropout between layers, which torch's decomposition omits."""
     model = Packed(_layer("lstm", 3, 4, num_layers=2, dropout=0.5))
     counts = count_operators(trace(model, (torch.randn(5, 3, 3), torch.tensor([5, 4, 2])), grad=False))
     assert counts["autoshard::dropout"] == 1
 
 
 def test_lengths_out_of_order_are_refused() -> None:
-    """Lengths out of order are refused like by torch, which sorts them where it is let."""
+    """Lengths out of order are refused as by torch, or sorted with `enforce_sorted=False`."""
 
     class Sorted(nn.Module):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Semantic operators: whole where they cover the call, ordinary operators that compute the same elsewhere."""
+"""Semantic operators cover their calls whole, and other calls become ordinary operators of equal results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3), (5,)])
 def test_cross_entropy_is_whole(reduction: str, smoothing: float, shape: tuple[int, ...]) -> None:
-    """Hard targets of any shape go through the semantic operator, ignored ones too."""
+    """Hard targets of any shape, ignored targets included, become the semantic operator."""
     target = torch.randint(0, 5, shape[:1] + shape[2:] if len(shape) > 1 else ())
     if target.dim():
         target.view(-1)[1] = 3
@@ -58,7 +58,7 @@ def test_cross_entropy_is_whole(reduction: str, smoothing: float, shape: tuple[i
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["weights", "probabilities", "weighted probabilities"])
 def test_other_cross_entropies_are_composites(reduction: str, smoothing: float, kind: str) -> None:
-    """Class weights and probabilities become ordinary operators with the same result."""
+    """Class weights and probabilities become ordinary operators with equal results."""
     target = torch.tensor([0, 1, 4, -100, 2, 2]) if kind == "weights" else torch.rand(6, 5).softmax(-1)
     weight = None if kind == "probabilities" else _WEIGHT
     kwargs = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
@@ -133,13 +133,13 @@ def test_dropout_of_attention_takes_the_seed() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_dropout_of_nothing_and_everything(p: float) -> None:
-    """p of 0 is the identity and p of 1 is zero; neither is random."""
+    """Dropout of p = 0 is the identity, dropout of p = 1 is zero, and neither is random."""
     model = Call(lambda w: F.dropout(w, p), 5)
     _check(model, (), {}, "autoshard::dropout", is_whole=False)
 
 
 def test_operators_are_as_before_after_a_trace() -> None:
-    """Nothing of torch is changed when no trace runs, not even after one that failed."""
+    """Torch's functions are unchanged outside of a trace, also after a failed trace."""
     before = dict(torch.ops.aten.dropout.default.py_kernels)
     with pytest.raises(TraceError, match="has no attribute"):
         trace(Call(lambda w: w.nothing, 3), ())
@@ -195,14 +195,14 @@ def _by_transforms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_derivatives_of_derivatives(
     taken: Callable[..., Any], function: Callable[..., Tensor], shape: tuple[int, ...]
 ) -> None:
-    """Gradients of gradients, and transforms, go through operators that have them."""
+    """Gradients of gradients, and transforms, use operators with further derivatives."""
     with sdpa_kernel(SDPBackend.MATH):
         model = Call(taken(function), *shape)
         assert_equals_eager(trace(model), model, ())
 
 
 def test_first_derivatives_stay_whole() -> None:
-    """A model that takes one gradient of its loss inside keeps the operators of the others."""
+    """A model with one inner gradient keeps its remaining semantic operators."""
     inner = _twice(lambda x: F.cross_entropy(x, torch.tensor([1, 0])))
     model = Call(lambda x: inner(x) + F.cross_entropy(x, torch.tensor([0, 1])), 2, 4)
     counts = count_operators(trace(model))
@@ -210,7 +210,7 @@ def test_first_derivatives_stay_whole() -> None:
 
 
 def test_a_missing_second_derivative_is_refused() -> None:
-    """CTC loss has none, here and in torch."""
+    """A second derivative of the CTC loss is refused, as in torch."""
     lengths = torch.tensor([5, 5]), torch.tensor([2, 2])
     model = Call(_twice(lambda x: F.ctc_loss(x.log_softmax(2), torch.tensor([[1, 2], [3, 1]]), *lengths)), 5, 2, 4)
     with pytest.raises(NotAvailableError, match="CTC loss has no second derivative"):

@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks one after the other."""
+    """Blocks in sequence."""
 
     def __init__(self, blocks: Sequence[nn.Module | None]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Deep(nn.Module):
 
 
 def test_two_of_each_kind_stay() -> None:
-    """Blocks are alike but for their number; the model itself is left as it was."""
+    """Blocks are equal but for their number, two of each kind stay, and the model itself is unchanged."""
     model = Deep([Block(4, index) for index in range(9)])
     short = shorten(model)
     (found,) = short.lists
@@ -55,7 +55,7 @@ def test_kinds_differ_by_attributes_and_shapes() -> None:
 
 
 def test_one_block_is_no_list() -> None:
-    """A list of one stage is left, and the blocks within it are cut; a list without parameters is no list."""
+    """A list of one block stays, its inner lists are cut, and a list without parameters is ignored."""
     model = nn.Module()
     model.stages = nn.ModuleList([Deep([Block(4, index) for index in range(5)])])
     model.drops = nn.ModuleList([nn.Dropout(), nn.Dropout()])
@@ -64,13 +64,13 @@ def test_one_block_is_no_list() -> None:
 
 
 def test_an_attribute_that_happens_to_equal_the_position_of_one_block_still_counts() -> None:
-    """Only what numbers all blocks is ignored."""
+    """An attribute that equals one block's position by chance still distinguishes blocks."""
     model = Deep([Block(4, index, window=2) for index in range(5)])
     assert shorten(model).lists[0].kinds == (0,) * 5
 
 
 def test_the_short_model_shares_parameters_and_computes() -> None:
-    """The blocks that are left are the very same blocks."""
+    """The remaining blocks of the short model are the original blocks."""
     model = Deep([Block(4, index) for index in range(5)])
     x = torch.randn(2, 4)
     layers = model.body.layers
@@ -87,7 +87,7 @@ def test_none_keeps_everything() -> None:
 
 
 def test_places_without_a_block_are_alike() -> None:
-    """None in a list is a kind of its own, and does not keep the blocks around it from being numbered."""
+    """None in a list is a kind of its own, and keeps the numbering of the neighbouring blocks."""
     blocks = [None if index in (0, 4) else Block(4, index) for index in range(9)]
     short = shorten(Deep(blocks))
     (found,) = short.lists

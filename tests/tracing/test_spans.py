@@ -1,4 +1,4 @@
-"""Spans that are masked at random: the distribution of transformers' NumPy, with numbers of torch."""
+"""Random spans have the distribution of transformers' NumPy code, with torch's numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_spans_are_distributed_as_those_of_numpy(prob: float, span: int, mask: T
 
 
 def test_spans_that_do_not_fit_are_refused() -> None:
-    """The message says what fits."""
+    """A span that does not fit is refused with the largest fitting span."""
     with pytest.raises(ValueError, match="mask_length= is from 1 to 4"):
         draw_spans((2, 4), 0.5, 5)
 

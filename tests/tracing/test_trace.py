@@ -36,7 +36,7 @@ class Mlp(nn.Module):
 
 
 def test_buffers_are_updated() -> None:
-    """Running statistics and assigned buffers, non-persistent ones too, come out as updates."""
+    """Running statistics and assigned buffers, also non-persistent ones, are updates of the program."""
     model, x = Mlp(), torch.randn(6, 4)
     program = trace(model, (x,))
     assert {s.name for s in program.outputs_of(OutputKind.BUFFER_UPDATE)} == {
@@ -66,7 +66,7 @@ class Batch:
 
 
 class Nested(nn.Module):
-    """Takes and gives nested values with constants among them."""
+    """A model with nested inputs, outputs and constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Nested(nn.Module):
 
 
 def test_nested_inputs_and_outputs() -> None:
-    """Dataclasses, dicts and lists are flattened; leaves that are no tensors are constants."""
+    """Dataclasses, dicts and lists are flattened, and leaves other than tensors are constants."""
     model = Nested()
     args = (Batch(torch.randn(2, 3), 0.5, [torch.randn(2, 3, requires_grad=True)]),)
     kwargs = {"mode": "add", "extra": {"bias": torch.randn(3)}}
@@ -103,7 +103,7 @@ class LossAndLogits(nn.Module):
 
 
 def test_tangents_are_for_losses_or_for_all() -> None:
-    """A loss alone is differentiated, unless all outputs are asked for or none."""
+    """A loss alone is differentiated by default, and all outputs or none on request."""
     model, x = LossAndLogits(), torch.randn(2, 3)
     assert [s.name for s in trace(model, (x,)).inputs_of(InputKind.TANGENT)] == ["tangent:0"]
     every = trace(model, (x,), all_tangents=True)
@@ -158,7 +158,7 @@ def test_every_node_has_a_value_of_global_shape() -> None:
 
 
 def test_lines_and_modules() -> None:
-    """Nodes name the line of this file, and the module, that issued them."""
+    """Nodes name their line in this file, and their module."""
     program = trace(Mlp(), (torch.randn(6, 4),))
     matmuls = [node for node in program.graph.nodes if node.target is torch.ops.aten.addmm.default]
     assert [node.meta["module"] for node in matmuls] == ["up", "down"]
@@ -193,7 +193,7 @@ def test_a_branch_on_values_is_guarded() -> None:
 
 
 def test_without_values_a_branch_is_refused_with_its_line() -> None:
-    """A mask on meta has no values: the error names the line that asks for one."""
+    """A branch on a mask on meta is refused with its line, because the mask has no values."""
     mask = torch.ones(3, dtype=torch.bool, device="meta")
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+ in forward reads a value from a tensor"):
         trace(Branch(), (torch.randn(3, 4), mask))
@@ -211,7 +211,7 @@ class StateBranch(nn.Module):
 
 
 def test_a_branch_on_a_parameter_needs_the_state_to_check() -> None:
-    """A guard on a parameter is checked against the state, and asks for it."""
+    """A guard on a parameter is checked against the state, and needs the state."""
     model, x = StateBranch(), torch.randn(3)
     program = trace(model, (x,))
     assert check_guards(program, (x,), {"gate": torch.ones(())})
@@ -243,7 +243,7 @@ class NumpyPair(nn.Module):
 
 
 def test_dynamo_keeps_inputs_apart_that_are_one_tensor() -> None:
-    """A language model's labels are its tokens, often: a later call has others, and the program is the same."""
+    """Labels that are the tokens themselves stay a second input, because a later call has separate labels."""
     model, x, target = NumpyPair(), torch.randn(2, 3), torch.randn(2, 3)
     program = trace(model, (x, x))
     assert program.digest() == trace(model, (x, target)).digest()
@@ -300,7 +300,7 @@ def test_tied_parameters_have_aliases() -> None:
 
 
 def test_a_module_with_two_names_keeps_its_tensors() -> None:
-    """Its buffers are the model's own after a trace, and what it assigns to one is part of the program."""
+    """Buffers of a module with two names stay the model's own, and assignments to a buffer belong to the program."""
 
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -334,7 +334,7 @@ def test_a_module_with_two_names_keeps_its_tensors() -> None:
     ids=["multi-head attention", "encoder layer", "lstm", "deep lstm", "gru", "convolution"],
 )
 def test_modules_of_torch(model: nn.Module, shapes: list[tuple[int, ...]]) -> None:
-    """Ordinary modules compute in a program what they compute in eager."""
+    """Ordinary modules of torch compute their eager results in a program."""
     args = tuple(torch.randn(shape) for shape in shapes)
     assert_equals_eager(trace(model, args), model, args)
 
@@ -355,7 +355,7 @@ def digest_of_two_traces() -> str:
 
 
 def test_text_does_not_depend_on_the_process() -> None:
-    """Another process with another hash seed gives the same text."""
+    """Processes with unequal hash seeds print equal programs."""
     other = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         env={**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"},
@@ -367,7 +367,7 @@ def test_text_does_not_depend_on_the_process() -> None:
 
 
 def test_seeds_give_masks() -> None:
-    """The same seed gives the same dropout, another one another."""
+    """A seed determines the dropout mask, and unequal seeds give unequal masks."""
     model, x = nn.Dropout(0.5), torch.randn(50, requires_grad=True)
     program = trace(model, (x,))
     first, again, other = (run_program(program, model, (x,), seed=seed) for seed in (1, 1, 2))
@@ -417,7 +417,7 @@ def test_refusals_name_the_mistake(what: str, message: str) -> None:
 
 
 def test_opaque_inputs_are_refused() -> None:
-    """An object that may hold tensors is no input."""
+    """An input object that may hold tensors is refused."""
 
     class Box:
         pass
@@ -439,7 +439,7 @@ def test_no_noise_is_left() -> None:
 
 
 class _Reversed(torch.autograd.Function):
-    """Computes again in its backward, and runs a backward through that."""
+    """A model that recomputes in its backward, and runs a backward through the recomputation."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -471,7 +471,7 @@ def test_a_backward_of_the_models_own_is_refused() -> None:
 
 
 def test_a_call_that_fails_is_reported_by_the_error_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Torch logs a page of its own insides; afterwards it may log again."""
+    """A failing trace raises one error without torch's log, and logging is restored afterwards."""
     with pytest.raises(TraceError, match=r"a and b must have same reduction dim, but got \[2, 5\] X \[4, 3\]"):
         trace(nn.Linear(4, 3), (torch.ones(2, 5),))
     assert not caplog.records
@@ -479,7 +479,7 @@ def test_a_call_that_fails_is_reported_by_the_error_alone(caplog: pytest.LogCapt
 
 
 def test_lists_of_values_are_read() -> None:
-    """`tolist` of an input of sizes, and of a constant that was made on the way."""
+    """`tolist` reads an input of sizes, and a constant of the trace."""
 
     class Grid(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Models from transformers trace whole, and the traced graph computes what they compute."""
+"""Models of transformers trace whole, and the traced graphs give their eager results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_loss_and_gradients_equal_eager(make: type) -> None:
 
 @MODELS
 def test_attention_and_loss_stay_whole(make: type) -> None:
-    """There is one attention operator per layer, one cross-entropy, and one backward of each."""
+    """Each layer has one attention operator with one backward, and the model one cross-entropy."""
     counts = count_operators(trace(make().train(), (), _batch()))
     assert counts["autoshard::attention"] == counts["autoshard::attention_backward"] == 2
     assert counts["autoshard::cross_entropy"] == counts["autoshard::cross_entropy_backward"] == 1
@@ -41,7 +41,7 @@ def test_attention_and_loss_stay_whole(make: type) -> None:
 
 
 def test_dropout_in_training_takes_the_seed() -> None:
-    """GPT-2 in training mode has a seed and numbered dropouts; in eval mode neither."""
+    """GPT-2 in training has a seed and numbered dropouts, and in evaluation neither."""
     training = trace(_gpt2().train(), (), _batch())
     assert count_operators(training)["autoshard::dropout"] == 2 * (1 + 2 * 2)
     assert len(training.inputs_of(InputKind.SEED)) == 1
@@ -72,7 +72,7 @@ def test_a_model_on_meta_traces_to_the_same_text(make: type) -> None:
 
 
 def test_padding_is_guarded() -> None:
-    """A mask of ones is traced away under a guard; a padded one is another program, and both are right."""
+    """A mask of ones is traced away under a guard, and a padded mask makes a second right program."""
     model = _llama().eval()
     full = _batch(attention_mask=torch.ones(2, 8, dtype=torch.long))
     padded = _batch(attention_mask=torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([6, 7]), 0))
@@ -84,7 +84,7 @@ def test_padding_is_guarded() -> None:
 
 
 def test_nodes_know_their_module_and_line() -> None:
-    """Forward and backward nodes name the module that issued them, and a line of its code."""
+    """Forward and backward nodes name their module and a line of the module's code."""
     program = trace(_llama(), (), _batch())
     attentions = [node for node in program.graph.nodes if "autoshard.attention" in str(node.target)]
     assert [node.meta["module"] for node in attentions] == [

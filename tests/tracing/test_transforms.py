@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` inside a model: what they draw, and what a failing trace leaves of them."""
+"""Transforms of `torch.func` inside a model draw as in eager, and leave no state after a failed trace."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _gradient(row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("draw", [_drop, _attend, _gradient])
 def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
-    """Each row draws for itself with randomness "different", all rows draw alike with "same", and else none may."""
+    """Rows draw separately with randomness "different", equally with "same", and otherwise raise."""
     for randomness in ("different", "same"):
         model = Call(lambda weight, mode=randomness: vmap(draw, randomness=mode)(weight))
         (result, *_) = run_program(trace(model), model, ()).values()
@@ -55,13 +55,13 @@ def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of jvp
 def test_a_failing_trace_leaves_no_transform_open() -> None:
-    """A trace that fails within a transform leaves the process as it was."""
+    """A trace that fails within a transform leaves the process unchanged."""
 
     def fail(weight: Tensor) -> Tensor:
-        raise RuntimeError("of the model")
+        raise RuntimeError("the model fails")
 
     for function in (vmap(grad(fail)), lambda weight: jvp(fail, (weight,), (weight,))[1]):
-        with pytest.raises(TraceError, match="of the model"):
+        with pytest.raises(TraceError, match="the model fails"):
             trace(Call(function))
         assert not is_transformed()
     assert jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item() == 1.0

@@ -23,7 +23,7 @@ HYPER = {
 
 
 class Net(nn.Module):
-    """Two layers, one of which shares its weight, and a parameter that nothing reads."""
+    """Two layers, one with a shared weight, and a parameter without a reader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_a_traced_step_is_a_step(limit: float | None) -> None:
 
 
 def test_slots_of_a_whole_step() -> None:
-    """State and hyper-parameters enter, only of what is updated; gradients do not leave."""
+    """State and hyper-parameters of updated parameters are inputs, and gradients are no outputs."""
     program = trace(_net(), (X,), update=_update(1.0))
     assert [slot.name for slot in program.inputs_of(InputKind.STATE)] == [
         "exp_avg:first.weight",

@@ -1,12 +1,13 @@
-"""Write down what a folded program does, as data from which a recipe's cost is arithmetic.
+"""Write down the work and memory of a folded program, as data from which the cost of a recipe is arithmetic.
 
-Of every call that does work it keeps the operator, its tensors with sizes linear in the batch, and along which dims the
-recipe's axes split them; of every axis, its collectives; of every layer class, what the forward saves for the backward.
+For each call that does work, the data have its operator and its tensors. Sizes of tensors are linear in the batch, and
+the dims that axes split are marked. For each axis the data have its collectives, and for each layer class its saved
+values.
 
 Kernels are the program's calls, with these exceptions, which hold for the libraries that people train with:
 * a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
 * a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
-* what depends on no input or parameter (position tables, causal masks) is made once, not per step;
+* position tables, causal masks and all else that depends on no input or parameter are made once, not per step;
 * chains of memory-bound calls are one kernel each (`chains.py`).
 """
 
@@ -78,8 +79,8 @@ class LayerKernel:
     """A call, or a fused chain of calls, that runs on the device.
 
     Args:
-        name: of its last call.
-        operator: as the cost models know it; `FUSED` for a chain.
+        name: the name of its last call.
+        operator: its name in the cost models; `FUSED` for a chain.
         inputs, outputs: tensors that it reads and writes.
         arguments: positional arguments, see `cost_models.operators.work`.
         has_weight: whether an operand is a parameter, or a view of one.
@@ -108,7 +109,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a layer class does in one phase, once."""
+    """The work of a layer class in one phase, once."""
 
     kernels: tuple[LayerKernel, ...]
     sent: tuple[Sent, ...]
@@ -119,8 +120,8 @@ class Saved:
     """A value that the forward keeps for the backward.
 
     Args:
-        value: it.
-        is_core: as for kernels.
+        value: the value.
+        is_core: whether it belongs to attention's core.
         is_operand: whether only products that make parameters' gradients read it, in their precision.
     """
 
@@ -139,7 +140,7 @@ class LayerClass:
         entering: the values that come from another layer class: all that is kept if the layer class is recomputed.
         parameters: by qualified name.
         expert_parameters: names of those that the expert axis splits.
-        workspaces: of each kernel, what it reads and writes that is not kept between the phases.
+        workspaces: for each kernel, the values that it reads or writes and that are not kept between the phases.
     """
 
     forward: Phase
@@ -172,7 +173,7 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
 
 
 class _LayerCounter:
-    """What is known of a program's values, and how layer classes are made of it."""
+    """Makes the layer classes of a program."""
 
     def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
         self.folded, self.layouts = folded, layouts
@@ -290,7 +291,7 @@ class _LayerCounter:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
-        """See `LayerClass`; values that are views of one are one, whole."""
+        """The workspaces of a layer class; views of one value count as that value, whole."""
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
             for chain in self._chains_in(layer, phase):

@@ -1,24 +1,31 @@
 """Fold a traced model: one block of each kind, and what comes before and after the blocks, with sizes linear in batch.
 
 The model, cut short, is traced twice, with two and with three sequences. Both traces must be the same program but for
-sizes. Then every dim is `first + step * (batch - 1)`, and one folded program serves all micro-batch sizes. One sequence
-is not traced: autograd and some layers do other things for it (`nn.Transformer`, Mamba, `nn.BatchNorm1d` of vectors).
-A layer class is a maximal part that is repeated as a whole: the calls of one block of a kind, of everything before the
-blocks, or of everything after them. Of a kind's blocks the last one that was kept stands for all.
+sizes, and the program of one sequence follows from them. Then every dim is `first + step * (batch - 1)`, and one folded
+program serves all micro-batch sizes. One sequence is not traced: autograd and some layers do other things for it
+(`nn.Transformer`, Mamba, `nn.BatchNorm1d` of vectors). But its program is the one that axes are propagated through: in
+it a flattened dim of tokens is the sequence, which an axis splits.
+
+A layer class is one of three: the calls of the blocks of one kind, of everything before the blocks, or of everything
+after them. The last block that was kept stands for its kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind, Program
 from autoshard.tracing import BlockList
 from passes.preparation.canonicalize import Canonicalize, is_view
-from passes.search.layers.one_sequence import program_of_one
+from passes.preparation.rewriting import copy_program
 
 BEFORE, AFTER = "before", "after"
 
@@ -51,12 +58,9 @@ class FoldedProgram:
         for item in self.lists:
             prefix, _, rest = name.removeprefix(f"{item.path}.").partition(".")
             if name.startswith(f"{item.path}.") and prefix.isdigit():
-                kind = item.kinds[item.kept[int(prefix)]]
-                last = max(index for index, position in enumerate(item.kept) if item.kinds[position] == kind)
-                if int(prefix) != last:
-                    return ()
-                alike = (position for position, other in enumerate(item.kinds) if other == kind)
-                return tuple(f"{item.path}.{position}.{rest}" for position in alike)
+                kind, is_last = _kind_of(item, int(prefix))
+                alike = [position for position, other in enumerate(item.kinds) if other == kind]
+                return tuple(f"{item.path}.{position}.{rest}" for position in alike) if is_last else ()
         return (name,)
 
     @property
@@ -76,7 +80,62 @@ def fold_program(double: Program, triple: Program, lists: Sequence[BlockList]) -
     places = _places(lists)
     layer_of = _layers(single, places)
     parameters = _parameters(single, places, layer_of)
-    return FoldedProgram(single, double.nodes_by_name(), layer_of, _all_blocks(lists), parameters, tuple(lists))
+    blocks = tuple(f"{item.path}:{kind}" for item in lists for kind in item.kinds)
+    return FoldedProgram(single, double.nodes_by_name(), layer_of, blocks, parameters, tuple(lists))
+
+
+def program_of_one(double: Program, triple: Program) -> Program:
+    """The program of one sequence which those of two and of three continue.
+
+    Raises:
+        TraceError: these run different operators, or a size is none for one sequence.
+    """
+    single = copy_program(double)
+    for node, three in zip_longest(single.graph.nodes, triple.graph.nodes):
+        if node is None or three is None or not _are_alike(node, three):
+            raise TraceError(
+                f"The model runs other operators for three sequences than for two: {_named(three)} in place of "
+                f"{_named(node)}, so its cost cannot be told from one trace."
+            )
+        node.args, node.kwargs = pytree.tree_map(_size_before, (node.args, node.kwargs), (three.args, three.kwargs))
+        if "val" in node.meta:
+            values = (node.meta["val"], three.meta["val"])
+            node.meta["val"] = pytree.tree_map(lambda two, three, node=node: _value_before(node, two, three), *values)
+    return single
+
+
+def _are_alike(two: fx.Node, three: fx.Node) -> bool:
+    if two.op != three.op or (two.op != "placeholder" and two.target != three.target):
+        return False
+    if [operand.name for operand in two.all_input_nodes] != [operand.name for operand in three.all_input_nodes]:
+        return False
+    forms = [pytree.tree_structure((node.args, node.kwargs, node.meta.get("val"))) for node in (two, three)]
+    return forms[0] == forms[1]
+
+
+def _named(node: fx.Node | None) -> str:
+    return "none" if node is None else f"{node.target} ({node.meta.get('source') or 'unknown line'})"
+
+
+def _size_before(two: Any, three: Any) -> Any:
+    """An argument of a call for one sequence: a size, or what does not depend on sequences."""
+    return 2 * two - three if type(two) is int and type(three) is int else two
+
+
+def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
+    """A value for one sequence."""
+    if not isinstance(two, torch.Tensor):
+        return _size_before(two, three)
+    shape = [2 * first - second for first, second in zip(two.shape, three.shape, strict=False)]
+    strides = [2 * first - second for first, second in zip(two.stride(), three.stride(), strict=False)]
+    if two.ndim != three.ndim or any(size < 0 for size in (*shape, *strides)):
+        raise TraceError(
+            f"{_named(node)} has a tensor of {list(two.shape)} for two sequences, and of {list(three.shape)} for "
+            "three, so its cost cannot be told from one trace."
+        )
+    fakes: Any = two
+    with fakes.fake_mode:
+        return torch.empty_strided(shape, strides, dtype=two.dtype, device=two.device)
 
 
 def is_layout(node: fx.Node) -> bool:
@@ -87,23 +146,20 @@ def is_layout(node: fx.Node) -> bool:
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 
+def _kind_of(item: BlockList, index: int) -> tuple[int, bool]:
+    """The kind of the block at a place among the kept ones, and whether it is the last of its kind."""
+    kinds = [item.kinds[position] for position in item.kept]
+    return kinds[index], kinds[index] not in kinds[index + 1 :]
+
+
 def _places(lists: Sequence[BlockList]) -> dict[str, str]:
     """Path of each block of the short model to its layer class, "" unless it is the last of its kind."""
     places: dict[str, str] = {}
     for item in lists:
-        last = {item.kinds[position]: index for index, position in enumerate(item.kept)}
-        for index, position in enumerate(item.kept):
-            kind = item.kinds[position]
-            places[f"{item.path}.{index}"] = _layer(item, kind) if last[kind] == index else ""
+        for index in range(len(item.kept)):
+            kind, is_last = _kind_of(item, index)
+            places[f"{item.path}.{index}"] = f"{item.path}:{kind}" if is_last else ""
     return places
-
-
-def _layer(item: BlockList, kind: int) -> str:
-    return f"{item.path}:{kind}"
-
-
-def _all_blocks(lists: Sequence[BlockList]) -> tuple[str, ...]:
-    return tuple(_layer(item, kind) for item in lists for kind in item.kinds)
 
 
 def _block_of(path: str, places: Mapping[str, str]) -> str | None:

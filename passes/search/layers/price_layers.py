@@ -3,8 +3,8 @@
 Computation is priced kernel by kernel with `cost_models`, as in planning. It is kept apart by what bounds it, so that
 the step's model (`cost_models.step`) can weigh the parts, and let communication run beside them.
 
-A search prices a model under thousands of layouts, and most of them have most kernels in common: a kernel takes as long
-whatever the sizes of axes that split none of its tensors. So kernels are priced in groups that depend on the same axes.
+A search prices a model under thousands of layouts, which have most kernels in common. The time of a kernel depends only
+on the sizes of axes that split its tensors. So kernels are priced in groups that depend on the same axes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LayerPrice:
 
     Args:
         saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
-        entering_bytes: of what comes in.
+        entering_bytes: bytes of values from other layer classes.
         workspace_bytes: the most that a kernel reads and writes of what is not kept.
         parameters: elements on each rank before ZeRO, of those that all replicas hold.
         matrices: how many tensors of two dims or more these are.
@@ -125,7 +125,7 @@ class Products:
 
     Args:
         device: the hardware.
-        precision: of products in blocks; elsewhere in 16 bits where it is "f8".
+        precision: the precision of products in blocks; elsewhere "f8" counts as 16 bits.
         separate_experts: whether each expert's product is a kernel of its own.
     """
 
@@ -193,7 +193,7 @@ class _KernelGroup:
         axes: the axes.
         varies: whether the price depends on the micro-batch.
         kernels: each with the places, among (busy, core, tail) of the phase, that it counts in.
-        prices: of each of these, by whether it is in a block, the micro-batch and sizes of the axes.
+        prices: seconds in each place, by whether it is in a block, the micro-batch and sizes of the axes.
     """
 
     axes: tuple[str, ...]

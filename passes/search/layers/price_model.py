@@ -1,7 +1,7 @@
 """A model made ready to be priced under any recipe: traced and folded once, its layouts and layer classes kept.
 
-Layouts and layer classes depend on the recipe's kind only (which axes there are, sequence parallelism, fusion), and are
-found at the first recipe of that kind. Arithmetic is left for each recipe.
+Layouts and layer classes depend on the recipe's kind only: its axes, sequence parallelism, fusion. They are found at
+the first recipe of that kind. Arithmetic is left for each recipe.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PricedModel:
 
     @cached_property
     def counted(self) -> CountedModel:
-        """What prices need of it."""
+        """The model as prices need it."""
         return CountedModel(self.folded.blocks, self.tokens, self.layers, bool(self._experts))
 
     @cached_property

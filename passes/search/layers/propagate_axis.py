@@ -1,20 +1,19 @@
-"""Propagate one mesh axis through a program, as an expert's recipe would: specs flow from what is fixed to the rest.
+"""Propagate one mesh axis through a program, as an expert's recipe would: specs flow from fixed values to the others.
 
-The axes of a recipe are independent: each splits, or leaves alone, every value by itself, and a rank's share of a value
-is what all axes leave of it. So each axis is propagated alone, on a mesh of its own, over the strategies that the rules
-admit, in program order:
+The axes of a recipe are independent: each splits, or leaves alone, every value by itself. So each axis is propagated
+alone, on a mesh of its own, over the strategies that the rules admit, in program order:
 
 1. Inputs are as the axis asks (split along the sequence, or whole). Parameters are free until their first reader.
-2. A call takes the strategy that moves the fewest bytes, given how its operands lie. Parameters do not move. What a
-   policy forbids costs infinitely much; among equals the strategy that splits more wins.
-3. A partial value is reduced where a call reads it that is not linear in it, and stays so. A gathered one is not kept.
-4. If an activation that is split because of a parameter must be gathered again in the forward, splitting that parameter
-   was a mistake (a norm, or a router's softmax, needs all of it): that parameter stays whole, and 1 starts again.
+2. A call takes the strategy that moves the fewest bytes, given how its operands lie. Parameters do not move. Moves that
+   a policy forbids cost infinitely much; among equal strategies the one that splits more wins.
+3. A partial value is reduced at its first use but by views and sums, and stays so. A gathered one is not kept.
+4. An activation that is split because of a parameter may have to be gathered in the forward, for a norm or a router's
+   softmax. Then splitting that parameter was a mistake: it stays whole, and 1 starts again.
 
-Column and row splits of Megatron-LM (Shoeybi et al. 2019, section 3) come out of this: a product's weight is free, so
-its result is split without moving anything; the next weight is split along what is contracted; its partial result is
-reduced. With a sequence layout given, partial results are scattered along the sequence instead (Korthikanti et al.
-2022, section 4.2.2).
+Column and row splits of Megatron-LM (Shoeybi et al. 2019, section 3) follow. A product's weight is free, so its result
+is split without a move. The next weight is split along the contracted dim, and its partial result is reduced. With a
+sequence layout given, partial results are scattered along the sequence instead (Korthikanti et al. 2022, section
+4.2.2).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class AxisLayout:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What an axis does.
+    """The task of an axis.
 
     Args:
         inputs: placeholder to the spec of an input; absent ones are whole.
@@ -278,7 +277,8 @@ class _Propagation:
         if not free and all(self._have(key) in (None, WHOLE) for key in read):
             cuts += any(spec.axes for spec in strategy.outputs)
         is_split = sum(bool(spec.dims) for spec in strategy.outputs)
-        return (-free, self._is_astray(site, strategy), moved, cuts, is_split if _is_lookup(site) else -is_split)
+        is_split = is_split if _is_lookup(site) else -is_split
+        return (-free, self._is_astray(site, strategy), self._carries_on(site, strategy), moved, cuts, is_split)
 
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
         """Only what reads something split is split, and nothing is partial: experts keep to themselves.
@@ -298,6 +298,13 @@ class _Propagation:
         return any(
             want is not None and spec.dims != want.dims for want, spec in zip(wanted, strategy.outputs, strict=True)
         )
+
+    def _carries_on(self, site: Site, strategy: Strategy) -> bool:
+        """Whether activations stay partial through more than views and sums: they are reduced where they are made."""
+        if site.is_alias or (site.name, 0) in self.gradients:
+            return False
+        partial = [need.is_partial for need in strategy.inputs]
+        return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
         """A table is split only where inputs are looked up in it, not positions."""

@@ -1,16 +1,16 @@
 """Find the calls that work on tokens in the order of their experts, and how an axis that splits tokens splits them.
 
 A mixture of experts sorts tokens by the experts that they are for, computes on them in that order, and puts results
-back. To a sharding rule a sort needs all tokens. But what is done with one token depends on no other: ranks that each
-have some of the tokens route those and no others, as if they were batches of their own. So does Megatron-LM's
-dispatcher (megatron/core/transformer/moe/token_dispatcher.py): tokens enter it as tensor and context ranks have them,
-and its exchange spans these ranks too.
+back. To a sharding rule a sort needs all tokens. But the result of one token depends on no other token. Ranks with some
+of the tokens each route these alone, as if they were batches. So does Megatron-LM's dispatcher
+(megatron/core/transformer/moe/token_dispatcher.py): tokens enter it as tensor and context ranks have them, and its
+exchange spans these ranks too.
 
-1. The indices of a sort of what a top-k chose are an *order*; those of a sort of an order put tokens back.
-2. What is selected by an order lies in it, and so does what is computed of that, until it is put back. In the backward
-   the transposes of these two selections, sums at indices, do the same.
+1. The indices of a sort of the choices of a top-k are an *order*; the indices of a sort of an order put tokens back.
+2. Values that are selected by an order lie in it, and so do values computed of them, until they are put back. In the
+   backward the transposes of these two selections, sums at indices, do the same.
 3. In such a call the axis splits the dim of each operand and result that grows with the number of sequences, and
-   nothing else; a result that does not grow (a weight's gradient) is partial.
+   nothing else. A result that does not grow (a weight's gradient) is partial.
 
 A layer of experts that is one operator (`autoshard.kernels.experts`) routes its tokens itself. An axis that splits
 tokens splits it as it splits the calls above; an axis that shares out experts splits the experts' matrices.

@@ -1,1 +1,1 @@
-"""Uses that demanding users tried, one module for each kind; every module's `USES` is part of the one table."""
+"""Uses that demanding users tried, in a module for each kind; the modules' `USES` form one table."""

@@ -1,4 +1,4 @@
-"""Uses of moving averages of a model that is compiled: its parameters, and its buffers."""
+"""Uses of moving averages of a compiled model's parameters and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses of checkpoints: whatever a state holds goes on, and what only pickle can read is refused."""
+"""Uses of checkpoints: a state of plain values is restored, and a value that needs pickle is refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _infinite = _goes_on(lambda: {"best": float("inf"), "half": torch.ones(2).bfloat
 
 
 def an_own_class(compile: Compile) -> Numbers:
-    """One device's `torch.save` would pickle it."""
+    """Save a value of the user's own class, which `torch.save` would pickle."""
     model = compile(nn.Linear(3, 2), example_inputs=(torch.ones(4, 3),))
     if isinstance(model, autoshard.ShardedModule):
         autoshard.Checkpoints(_folder(), asynchronous=False).save(model, at=1, held=Held({"a": Unknown()}))

@@ -9,7 +9,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 
 def gradient_scaler(compile: Compile) -> Numbers:
-    """A loss scaled by a constant, as GradScaler does, and gradients divided by it."""
+    """Scale a loss by a constant, as GradScaler does, and divide the gradients by the constant."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     inputs = torch.randn(8, 8)

@@ -1,4 +1,4 @@
-"""Uses of torch's generator around a model that draws: what is repeated is repeated, what goes on goes on."""
+"""Uses of torch's generator around a model that draws: seeds repeat draws, and sequences continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Noisy(nn.Module):
 
 
 def drawing(script: Script) -> Callable[[Compile], Numbers]:
-    """A use from a script that is given a call which draws; the numbers must not depend on what is drawn."""
+    """Make a use from a script with a random call; the numbers must not depend on the draws."""
 
     def use(compile: Compile) -> Numbers:
         torch.manual_seed(3)
@@ -39,7 +39,7 @@ def drawing(script: Script) -> Callable[[Compile], Numbers]:
 
 
 def same(*pairs: tuple[Tensor, Tensor]) -> Numbers:
-    """1 for pairs of equal tensors, 0 for others."""
+    """Return 1 for each pair of equal tensors, else 0."""
     return numbers(*(float(torch.equal(one, other)) for one, other in pairs))
 
 
@@ -102,7 +102,7 @@ def state_set_again(call: Callable[[], Tensor]) -> Numbers:
 
 
 def common_numbers(compile: Compile) -> Numbers:
-    """Finite differences of a loss under common random numbers, by the same seed before each call."""
+    """Take finite differences of a loss, with one seed before each call."""
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 64).view(8, 8)
     layer = nn.Linear(8, 1)
@@ -117,7 +117,7 @@ def common_numbers(compile: Compile) -> Numbers:
 
 
 def copies_draw_alike(compile: Compile) -> Numbers:
-    """A model and its copy, each from the same seed."""
+    """Run a model and its copy, each from the same seed."""
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 64).view(8, 8)
     compiled = compile(Noisy(), example_inputs=(x,))

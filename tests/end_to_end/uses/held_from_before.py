@@ -50,7 +50,7 @@ def optimizer_from_before(
 
 
 def average_from_before(compile: Compile) -> Numbers:
-    """A moving average over parameters that were listed before, as many training scripts keep it."""
+    """Average parameters that the script listed before `compile`, as many training scripts do."""
     model, inputs = _model()
     held = dict(model.named_parameters())
     compiled = compile(model)
@@ -68,7 +68,7 @@ def average_from_before(compile: Compile) -> Numbers:
 
 
 def written_from_before(compile: Compile) -> Numbers:
-    """Parameters that were listed before are frozen, and written in place, after compiling."""
+    """Freeze, and write in place, parameters that the script listed before `compile`."""
     model, inputs = _model()
     held = list(model.parameters())
     compiled = compile(model, example_inputs=(inputs,))
@@ -115,7 +115,7 @@ def recurrent(compile: Compile) -> Numbers:
 
 
 def marked_parameters(compile: Compile) -> Numbers:
-    """Groups are made after compiling, by marks that were set on parameters before."""
+    """Make parameter groups after `compile` from marks that the script set before."""
     model, inputs = _model()
     for parameter in model.parameters():
         parameter.scale = 1.0 if parameter.dim() == 1 else 2.0  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def marked_parameters(compile: Compile) -> Numbers:
 
 
 def stepped_before(compile: Compile) -> Numbers:
-    """A step is compiled with an optimizer that has taken a step on one device, and goes on from its state."""
+    """Compile a step with an optimizer that has already taken a step on one device."""
     model, inputs = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     _loss(model, inputs).backward()
@@ -165,7 +165,7 @@ def loop_goes_on(make: Make, *, loads: bool = False, **options: Any) -> Callable
 
 
 def two_models(compile: Compile) -> Numbers:
-    """One optimizer of two models, the second of which is compiled later."""
+    """Train two models by one optimizer, and compile the second model later."""
     first, inputs = _model()
     second = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad([*first.parameters(), *second.parameters()], lr=0.1)
@@ -182,7 +182,7 @@ def two_models(compile: Compile) -> Numbers:
 
 
 def called_from_before(compile: Compile) -> Numbers:
-    """The model as it was passed to `compile` is called by itself, on its own code, and has a gradient of that too."""
+    """Call the original model on its own code, and take a gradient through the call."""
     model, inputs = _model()
     compiled = compile(model, example_inputs=(inputs,), constraints=_SPLIT)
     _loss(compiled, inputs).backward()

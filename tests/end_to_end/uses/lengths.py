@@ -1,4 +1,4 @@
-"""Uses of calls of many lengths: masks of all forms, and what gives no gradient in padding."""
+"""Uses of calls of many lengths: masks of all forms, and computations without a gradient in padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 """Scores and the mask of keys to masked scores."""
 
 Shape = Callable[[Tensor, Tensor], Tensor]
-"""Words [batch, length, width] and their mask [batch, length, 1] to what a head reads."""
+"""A function from words [batch, length, width] and mask [batch, length, 1] to the input of the head."""
 
 
 class Attending(nn.Module):
@@ -37,7 +37,7 @@ class Attending(nn.Module):
 
 
 class Shaped(nn.Module):
-    """A classifier over what is made of words, whose padding is left out at the end."""
+    """A classifier over a function of words, which leaves padding out at the end."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

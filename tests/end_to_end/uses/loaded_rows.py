@@ -18,7 +18,7 @@ _Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def loaded(optimizer: _Optimizer, *, rows: int = 8, **options: Any) -> Callable[[Compile], Numbers]:
-    """Two epochs of a classifier, of whose targets some are ignored."""
+    """Train a classifier for two epochs, with some targets ignored."""
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Uses of losses that are computed outside of the model, on outputs that two ranks split."""
+"""Uses of losses outside of the model, on outputs that two ranks split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def classifier() -> nn.Module:
 
 
 def train(compile: Compile, loss: Loss, *beside: nn.Parameter) -> Numbers:
-    """Two steps of SGD; the last targets are ignored, so that the ranks ignore other numbers of them."""
+    """Take two steps of SGD; ignored last targets give the ranks unequal counts."""
     model = classifier()
     x, y = torch.randn(8, 6), torch.tensor([0, 3, 1, 4, 2, -100, -100, -100])
     compiled = compile(model, example_inputs=(x,), constraints=BY_ROWS)
@@ -37,13 +37,13 @@ def train(compile: Compile, loss: Loss, *beside: nn.Parameter) -> Numbers:
 
 
 def temperature(compile: Compile) -> Numbers:
-    """A temperature that is a plain parameter beside the model."""
+    """Train a temperature, a plain parameter beside the model."""
     scale = nn.Parameter(torch.tensor(2.0))
     return train(compile, lambda z, y: F.cross_entropy(z / scale, y), scale)
 
 
 def distilled(compile: Compile) -> Numbers:
-    """Soft targets of a teacher that is compiled by itself."""
+    """Train on the soft targets of a separately compiled teacher."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     teacher, student = (compile(classifier(), example_inputs=(x,), constraints=BY_ROWS) for _ in range(2))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Uses of compiled modules where they do not belong: in wrappers and captures, on inputs elsewhere, after a step."""
+"""Uses of compiled modules out of place: in wrappers and captures, on inputs elsewhere, after a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, one_device
 
 
 class Outer(nn.Module):
-    """A module around another one."""
+    """A module around another module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _trained(called: Any, model: nn.Module, inputs: torch.Tensor) -> Numbers:
 
 
 def torch_compile(compile: Compile) -> Numbers:
-    """`torch.compile` of what `compile` returned."""
+    """Pass the result of `compile` to `torch.compile`."""
     model, inputs = _model()
     compiled = compile(model)
     return _trained(torch.compile(compiled, backend="eager"), compiled, inputs)
@@ -82,13 +82,13 @@ def torch_compile_of_a_step(compile: Compile) -> Numbers:
 
 
 def compiled_part(compile: Compile) -> Numbers:
-    """A compiled module within a model that is compiled."""
+    """Compile a model that contains a compiled module."""
     model, inputs = _model()
     return numbers(compile(Outer(compile(model)))(inputs))
 
 
 def compiled_later(compile: Compile) -> Numbers:
-    """A part that is compiled after the whole."""
+    """Compile a part after the whole model."""
     model, inputs = _model()
     outer = Outer(model)
     whole = compile(outer)
@@ -107,7 +107,7 @@ def compiled_in_loss(compile: Compile) -> Numbers:
 
 
 def part_of_eager(compile: Compile) -> Numbers:
-    """A compiled module within a module that is not: it runs as it does alone."""
+    """Run a compiled module inside a plain module."""
     model, inputs = _model()
     outer = Outer(compile(model))
     outer(inputs).backward()
@@ -115,7 +115,7 @@ def part_of_eager(compile: Compile) -> Numbers:
 
 
 def distributed_before(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Compile], Numbers]:
-    """A model of which a part, or all, is wrapped for data parallelism before."""
+    """Compile a model that is wrapped for data parallelism, in part or whole."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
@@ -132,7 +132,7 @@ def _wrap_a_part(model: nn.Module) -> nn.Module:
 
 
 def input_on_meta(compile: Compile) -> Numbers:
-    """An input that was made for planning alone."""
+    """Call a model with an input on meta."""
     model, inputs = _model()
     compiled = compile(model)
     compiled(inputs)
@@ -140,7 +140,7 @@ def input_on_meta(compile: Compile) -> Numbers:
 
 
 def target_on_meta(compile: Compile) -> Numbers:
-    """A target of a step that has no values."""
+    """Call a step with a target on meta."""
     model, inputs = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = compile(model, optimizer=optimizer, loss_fn=nn.functional.mse_loss)

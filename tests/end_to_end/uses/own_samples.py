@@ -1,4 +1,4 @@
-"""Uses of micro-batches in which each sample is computed for itself, whatever its operators are told of the batch."""
+"""Uses of micro-batches with independent samples, although operators know the batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 
 class Net(nn.Module):
-    """Layers, and a loss of what they give, of features and targets."""
+    """Layers with a loss of features and targets."""
 
     def __init__(self, layers: Callable[[], nn.Module], loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def blocks() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """A backbone whose batch norm reads its statistics, as fine-tuning of detectors has it."""
+    """Train behind a backbone whose batch norm reads its running statistics, as in fine-tuning of detectors."""
     return nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
 
 
@@ -58,7 +58,7 @@ def last_of(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def masked(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Targets are masked where any of the batch is padding, as masking code does to save work."""
+    """Mask targets only if the batch has padding, as scripts do to save work."""
     if (y == 0).any():
         return (z.square().sum(-1) * (y != 0)).sum() / (y != 0).sum()
     return z.square().sum(-1).mean()

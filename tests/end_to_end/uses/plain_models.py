@@ -17,7 +17,7 @@ Forward = Callable[["Layers", Tensor], Tensor]
 
 
 class Layers(nn.Module):
-    """A function of three layers, of which one may be missing, and of buffers."""
+    """A function of three optional layers and of buffers."""
 
     edges: Tensor
 
@@ -134,7 +134,7 @@ def quantised(*, first_call: bool) -> Callable[[Compile], Numbers]:
 
 
 def sparse_buffer(compile: Compile) -> Numbers:
-    """A graph convolution as tutorials write it."""
+    """Run a graph convolution with a sparse buffer."""
     torch.manual_seed(0)
     model = Layers(lambda model, x: torch.sparse.mm(model.adjacency, model.layers[0](x)))
     model.register_buffer("adjacency", torch.eye(8).to_sparse())

@@ -1,4 +1,4 @@
-"""Uses of torch's reparametrisations (spectral and weight norm, pruning) on layers of a model that is compiled."""
+"""Uses of torch's reparametrisations (spectral and weight norm, pruning) on layers of a compiled model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def changed(change: Change, *, when: str = "after a call") -> Callable[[Compile]
 
 
 def removed_later(compile: Compile) -> Numbers:
-    """A weight norm that training is done with, and that is taken away from the compiled model."""
+    """Remove a weight norm from the compiled model after training."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     parametrizations.weight_norm(model[0])

@@ -1,4 +1,4 @@
-"""Uses of `torch.save` and copies of state: a whole file, or an error that says how to have one."""
+"""Uses of `torch.save` and copies of state: a whole file, or an error with the way to a whole file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _reread(value: Any) -> Any:
 
 
 def a_file_of_wholes(compile: Compile) -> Numbers:
-    """Each rank holds all, so one device loads the file."""
+    """Save a file of whole values, which one device loads."""
     model, optimizer = _trained(compile, WHOLE)
     other = nn.Linear(8, 4)
     other.load_state_dict(_reread(model.state_dict()))

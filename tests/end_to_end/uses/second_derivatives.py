@@ -15,7 +15,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 
 class Attends(nn.Module):
-    """A block of attention and RMS norm; eager attention that has second derivatives is that of small operators."""
+    """A block of RMS norm and attention; eager attention with second derivatives consists of small operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Classifier(nn.Module):
 
 
 class Inside(nn.Module):
-    """A model in a function of it and the inputs."""
+    """A function of a model and its inputs."""
 
     def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def penalty_outside(compile: Compile) -> Numbers:
 
 
 def inner_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """MAML: the loss of half of the rows after a step on the other half."""
+    """MAML: the loss of half of the rows after a step on the other half of the rows."""
     state = dict(model.named_parameters())
     loss = functional_call(model, state, (x[::2], y[::2]))
     gradients = torch.autograd.grad(loss, list(state.values()), create_graph=True)

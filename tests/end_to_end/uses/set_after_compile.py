@@ -1,4 +1,4 @@
-"""Uses that change a compiled step or model by what they set on it."""
+"""Uses that set attributes of a compiled step or model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def group_taken_out(compile: Compile) -> Numbers:
 
 
 def norm_set(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[Compile], Numbers]:
-    """The norm of gradients is another at later steps, then none."""
+    """Change the largest norm of gradients at later steps, and then remove the limit."""
 
     def script(compile: Compile) -> Numbers:
         model, batch = _Net(), _batch()

@@ -30,7 +30,7 @@ class _Infinite(_TwoLosses):
 
 
 class _Steps(_TwoLosses):
-    """Its auxiliary loss is zero wherever it has a derivative: gradients that are zeros, not None."""
+    """A model whose auxiliary loss has zero derivatives, so that gradients are zeros, not None."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.body(x).tanh()
@@ -59,7 +59,7 @@ def _train(compile: Compile, order: str) -> Numbers:
 
 
 def alternating_losses(compile: Compile) -> Numbers:
-    """AdamW leaves the head alone whose turn it is not."""
+    """Train two heads in turn; AdamW leaves the unused head unchanged."""
     return _train(compile, "main main aux main main aux")
 
 
@@ -69,12 +69,12 @@ def one_head_alone(compile: Compile) -> Numbers:
 
 
 def hidden_result(compile: Compile) -> Numbers:
-    """A loss of an output that is no loss, now and then."""
+    """Train now and then on an output that is no loss."""
     return _train(compile, "h main h")
 
 
 def gradients_of_each(compile: Compile) -> Numbers:
-    """Gradients, or None, after a backward from each output, and from all."""
+    """Return gradients, or None, after a backward from each output and from all outputs."""
     model, found = compile(_TwoLosses()), []
     for names in (("main",), ("aux",), ("h",), ("main", "h"), ("main", "aux", "h")):
         model.zero_grad()
@@ -112,7 +112,7 @@ def two_backwards_in_turn(compile: Compile) -> Numbers:
 
 
 def penalty_of_one_loss(compile: Compile) -> Numbers:
-    """A gradient penalty of one loss leaves the other head's gradients None."""
+    """A gradient penalty of one loss leaves the gradients of the second head None."""
     model, x = compile(_TwoLosses()), _inputs().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x)["main"], x, create_graph=True)
     gradient.square().sum().backward()

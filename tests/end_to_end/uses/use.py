@@ -23,13 +23,13 @@ class Compile(Protocol):
 
 @dataclass(frozen=True)
 class Use:
-    """Lines of a user's script, told apart by what `compile` they are given.
+    """Lines of a user's script, run with a plain and with a real `compile`.
 
     Args:
-        name: what the user does, in a few words.
-        script: builds a model from a fixed seed, gives it to `compile`, and returns numbers (losses, entries of
-            parameters, ...) that are the same on one device and compiled.
-        refused: where the use is refused by name, a pattern of the error's sentence; the error is an `AutoshardError`.
+        name: the user's action, in a few words.
+        script: builds a model from a fixed seed, passes the model to `compile`, and returns numbers, such as losses.
+            The numbers are equal on one device and compiled.
+        refused: a pattern of the `AutoshardError` that refuses the use, or None.
         processes: run on two Gloo ranks, not on the simulator.
         tolerance: the largest difference of a number, absolute and relative.
     """
@@ -53,7 +53,7 @@ def sharded(model: nn.Module, **options: Any) -> Any:
 
 
 def numbers(*values: Any) -> list[float]:
-    """Every entry of tensors (whole, where they are DTensors) and numbers, in one list."""
+    """Return every entry of whole tensors and numbers in one list."""
     found: list[float] = []
     for value in values:
         tensor = torch.as_tensor(value).detach()
@@ -63,7 +63,7 @@ def numbers(*values: Any) -> list[float]:
 
 
 class _Step:
-    """Forward, backward, clipping and update, as a script on one device has them."""
+    """Forward, backward, clipping and update, as in a script for one device."""
 
     def __init__(self, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> None:
         self.model, self.optimizer, self.loss_fn, self.max_grad_norm = model, optimizer, loss_fn, max_grad_norm

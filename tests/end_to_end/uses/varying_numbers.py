@@ -1,4 +1,4 @@
-"""Uses whose model computes with a number that is another one at each call."""
+"""Uses of models that compute with a new number at each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Net(nn.Module):
 
 
 def counted(factor: Callable[[Any, torch.Tensor], Any], calls: int = 16) -> Callable[[Compile], Numbers]:
-    """The user sets the number of the step, and what derives from it, before each step."""
+    """Set the number of the step and its derived values before each step."""
 
     def script(compile: Compile) -> Numbers:
         model = _Net(factor)

@@ -1,4 +1,4 @@
-"""Uses of models that need the whole batch, or more of it than one row: batch norm, tables of the batch's size."""
+"""Uses of models that need several rows of a batch: batch norm, tables of the batch's size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, one_device
 
 
 class Table(nn.Module):
-    """A layer beside a table that has a row for each sample of a batch."""
+    """A layer beside a table with a row for each sample of a batch."""
 
     def __init__(self, table: Callable[[Tensor], Any], *, cut: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Normed(nn.Module):
 
 
 def one_row(compile: Compile, *, training: bool = True) -> Numbers:
-    """A batch of one row; one device refuses it in training, and computes on two rows here."""
+    """Train on a batch of one row, which one device refuses; the reference has two rows."""
     torch.manual_seed(0)
     model = Normed().train(training)
     rows = 2 if training and compile is one_device else 1
@@ -64,7 +64,7 @@ def one_row(compile: Compile, *, training: bool = True) -> Numbers:
 
 
 def one_place(compile: Compile) -> Numbers:
-    """A norm of each sample's channels, which have one place each; as `one_row`."""
+    """Normalise channels of one place each; see `one_row`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4))
     inputs = torch.randn(2, 4, 2 if compile is one_device else 1)

@@ -64,7 +64,7 @@ class _Buffered(nn.Module):
 
 
 def trained(kind: Callable[[Move], nn.Module], move: Move) -> Callable[[Compile], Numbers]:
-    """Three steps of a model that moves what it keeps."""
+    """Train for three steps a model that moves its own buffers."""
 
     def script(compile: Compile) -> Numbers:
         compiled = compile(kind(move))
@@ -98,7 +98,7 @@ def moved_between_calls(move: Move) -> Callable[[Compile], Numbers]:
 
 
 def moved_model(compile: Compile) -> Numbers:
-    """The compiled model is sent to the device where it is, which sets or swaps its parameters."""
+    """Send a compiled model to its own device, which sets or swaps its parameters."""
     compiled = compile(_Momentum(lambda kept, new: None))
     inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     first = compiled(inputs)
@@ -107,7 +107,7 @@ def moved_model(compile: Compile) -> Numbers:
 
 
 def bounded_table(compile: Compile) -> Numbers:
-    """A table whose rows are scaled down to a norm where they are looked up."""
+    """Look up a table that scales its rows down to a largest norm."""
     torch.manual_seed(0)
     compiled = compile(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 1)))
     return numbers(compiled(torch.arange(8)))

@@ -1,4 +1,4 @@
-"""Stages that are alike are planned once, and blocks of a stage that are alike by a few of them."""
+"""Stages of one structure are planned once, and repeated blocks of a stage by a few of the blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH, MICRO_BATCHES, STEPS = 16, 4, 3
 
 
 def skips(layers: int) -> nn.Module:
-    """Blocks that all read the first value, which so crosses all stages."""
+    """Blocks that all read the first value, which therefore crosses all stages."""
 
     class Skips(nn.Module):
         def __init__(self) -> None:
@@ -59,7 +59,7 @@ def planned(model: nn.Module, mesh: Mesh, **options: Any) -> Plan:
 
 
 def check_runs(model: nn.Module, plan: Plan) -> None:
-    """Losses and parameters of a few steps equal those of one device."""
+    """Check losses and parameters of a few steps against one device."""
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     losses, optimizer = [], optimizer_of(model)
     for _ in range(STEPS):
@@ -84,7 +84,7 @@ def check_runs(model: nn.Module, plan: Plan) -> None:
 def test_alike_stages_have_the_plans_that_each_has_alone(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Specs, digests, prediction and memory of every stage are those of stages that are searched one by one."""
+    """Stages of one structure get the specs, digests, prediction and memory of stages that are planned one by one."""
     torch.manual_seed(0)
     model, mesh = MODELS[name](6), Mesh({"pipeline": 6 if schedule == "1F1B" else 2, "data": 2})
     virtual = 1 if schedule == "1F1B" else 3

@@ -1,4 +1,4 @@
-"""A plan made without a model's inner blocks is one for all of them."""
+"""A plan made without a model's inner blocks expands to a plan of all blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def planned() -> tuple[Deep, Plan]:
 
 
 def test_a_plan_without_inner_blocks_names_all_parameters(planned: tuple[Deep, Plan]) -> None:
-    """A constraint on an inner block holds for it, and so for all blocks that are alike."""
+    """A constraint on one inner block holds for every block of the same structure."""
     model, plan = planned
     assert len(plan.repeats) == 1
     assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
@@ -39,7 +39,7 @@ def test_a_plan_without_inner_blocks_names_all_parameters(planned: tuple[Deep, P
 
 
 def test_a_saved_plan_without_inner_blocks_compiles(planned: tuple[Deep, Plan], tmp_path: Path) -> None:
-    """It is expanded to the whole model, which then computes what it does on one device."""
+    """A saved plan without inner blocks compiles to the whole model, which computes one device's numbers."""
     model, plan = planned
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -52,7 +52,7 @@ def test_a_saved_plan_without_inner_blocks_compiles(planned: tuple[Deep, Plan], 
 
 
 def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan]) -> None:
-    """The plan that `compile` finds has all nodes, and costs what that of the short program does."""
+    """The plan of `compile` has all nodes, and the same step time as the plan without inner blocks."""
     model, _ = planned
     sharded = autoshard.compile(model, MESH, example_inputs=batch())
     found = autoshard.plan(model, MESH, example_inputs=batch(), precision=None)
@@ -64,7 +64,7 @@ def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan
 
 
 def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, Plan]) -> None:
-    """Where memory is short, the plan that leaves blocks out says what all of them recompute, and computes the same."""
+    """In little memory the plan states the recomputed nodes of all blocks, and computes one device's numbers."""
     model, _ = planned
     x = torch.randn(256, 4, 16)
     free = autoshard.plan(model, MESH, example_inputs=(x,), optimizer="sgd", precision=None)
@@ -85,14 +85,14 @@ def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, P
 
 
 def test_formulas_count_all_blocks(planned: tuple[Deep, Plan]) -> None:
-    """Of a plan without inner blocks too."""
+    """Formulas of a plan without inner blocks count all blocks."""
     _, plan = planned
     formula = plan.formula("parameters", fixed=("batch", "sequence"))
     assert formula.subs([(sympy.Symbol("layers"), 10)]) == sum(item.numel() for item in planned[0].parameters())
 
 
 def test_a_plan_of_alike_blocks_is_refused_for_others(planned: tuple[Deep, Plan]) -> None:
-    """The same parameters, but blocks that do other things."""
+    """A plan of repeated blocks is refused for other blocks with the same parameters."""
     _, plan = planned
     other = Summed([nn.GELU] * 10)
     with pytest.raises(PlanMismatchError):
@@ -100,7 +100,7 @@ def test_a_plan_of_alike_blocks_is_refused_for_others(planned: tuple[Deep, Plan]
 
 
 def test_blocks_that_end_in_the_loss_are_planned_whole() -> None:
-    """Where blocks are not alike, all are traced."""
+    """A model with unlike blocks is traced whole."""
     plan = autoshard.plan(Summed([nn.GELU] * 8), MESH, example_inputs=batch())
     assert not plan.repeats
 

@@ -37,7 +37,7 @@ RECIPES = {
         MEGATRON: Recipe(data=2, zero=0, tensor=2, sequence_parallel=False, micro_batch=256)
     },
 }
-"""Known recipes on a mesh, and what a user asks for to have them; 512 samples in one micro-batch."""
+"""Known recipes on a mesh, each with the constraints that produce the recipe; 512 samples in one micro-batch."""
 
 
 def plan_of(target: Cluster | ClusterMesh | Mesh, width: int = 64, **asked: Any) -> Plan:
@@ -53,7 +53,7 @@ def plan_of(target: Cluster | ClusterMesh | Mesh, width: int = 64, **asked: Any)
 @pytest.mark.parametrize("mesh", RECIPES, ids=str)
 @pytest.mark.parametrize(("hardware", "width"), [("h100_sxm", 64), ("h100_sxm", 1024), (None, 64)])
 def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: int, mesh: Mesh) -> None:
-    """Each has the step of the plan that is made for it, and the plan has the least."""
+    """Each known recipe has the step time of its own plan, and no recipe is faster than the chosen plan."""
     target = mesh if hardware is None else ClusterMesh(Cluster(hardware, 1, 4), mesh)
     plan = plan_of(target, width)
     assert plan.baselines.keys() >= RECIPES[mesh].keys()
@@ -65,7 +65,7 @@ def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: in
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The choices that are lowered from now on."""
+    """Record the choices that are lowered within this context."""
     lowered: list[object] = []
 
     def lower(*arguments: object) -> LoweredPlan:
@@ -77,7 +77,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_recipes_that_are_far_slower_are_lowered_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once; a step that is not read yet is missing from a copy in another process."""
+    """A slow recipe is lowered once, when its step is read; a copy in another process has only lowered steps."""
     lowered = noting(monkeypatch)
     monkeypatch.setattr(fastest_choice, "_NEAR", -1.0)
     plan = plan_of(ClusterMesh(Cluster("h100_sxm", 1, 4), Mesh({"data": 4})))
@@ -106,7 +106,7 @@ def test_the_least_step_over_meshes_is_lowered_when_it_is_read(monkeypatch: pyte
 
 
 def test_recipes_that_time_is_up_for_are_left_out() -> None:
-    """Recipes that may be faster are lowered; those that are surely slower are told all the same."""
+    """After the time limit, recipes that may be faster are lowered, and slower recipes are listed without lowering."""
     mesh, cluster = Mesh({"data": 8}), h100s(Mesh({"data": 8}))
     program = blocks_program(batch=64, length=1024, hidden=4096, count=4)
     options = PlanOptions(state_bytes_per_parameter_byte=2)
@@ -152,7 +152,7 @@ def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.Monke
 def test_launches_decide_between_plans_as_fast_on_cpus(
     hardware: str, steps: list[tuple[float, int]], known_s: list[float], chosen: int
 ) -> None:
-    """Within 2 % the plan of fewer launches is taken there, unless a known recipe is faster; else the faster one."""
+    """On CPUs, among plans within 2 % the plan with fewest launches wins, unless a known recipe is faster."""
     made = [LoweredPlan(plan_with_step(seconds, launches)) for seconds, launches in steps]
     cluster = Cluster(hardware, nodes=1, devices_per_node=2)
     assert fastest_choice._fastest_of(made, known_s, cluster) is made[chosen]

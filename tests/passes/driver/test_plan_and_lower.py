@@ -56,7 +56,7 @@ def test_a_large_batch_with_ample_memory_is_data_parallel() -> None:
 
 @pytest.mark.slow
 def test_a_large_batch_with_little_memory_is_fully_sharded() -> None:
-    """Weights and their state are split, and gathered where they are used; the batch stays split."""
+    """In little memory, weights and their state are split and gathered at their use, and the batch stays split."""
     plan = plan_of(256, 512, {"x": 8}, memory_budget=3.7e9)
     assert all(spec.sharded_axes == ("x",) for spec in weight_specs(plan))
     assert plan.nodes["input_0"].outputs == (P("x"),)
@@ -75,7 +75,7 @@ def test_a_small_batch_is_tensor_parallel_as_in_megatron() -> None:
 
 
 def test_two_axes_mix_data_and_tensor_parallel() -> None:
-    """One axis splits the batch, the other the weights."""
+    """One axis splits the batch, and the other axis splits the weights."""
     plan = plan_of(32, 512, {"data": 2, "model": 4}, memory_budget=3.2e9)
     (batch_axes,) = (plan.nodes["input_0"].outputs[0].axes_of(0),)
     split_by = {spec.sharded_axes for spec in weight_specs(plan)}
@@ -85,7 +85,7 @@ def test_two_axes_mix_data_and_tensor_parallel() -> None:
 
 
 def test_constraints_reach_hybrid_sharding() -> None:
-    """With weights pinned to one axis and the batch to both, what is left is hybrid sharded data parallel."""
+    """Weights pinned to one axis, with the batch on both, give hybrid sharded data parallelism."""
     mesh = Mesh({"replica": 2, "shard": 4})
     constraints = {"blocks.*.weight": P(), "blocks.*.up.weight": P("shard"), "input:0": P(("replica", "shard"))}
     constraints |= {"blocks.*.down.weight": P(None, "shard"), "blocks.*.norm.weight": P()}
@@ -104,7 +104,7 @@ def test_the_chosen_plan_is_never_worse_than_a_baseline() -> None:
 
 
 def test_the_prediction_is_the_objective_less_what_overlap_hides() -> None:
-    """The step is the sum of its parts; buckets and overlap make it faster than what the search minimised."""
+    """A predicted step is the sum of its parts; buckets and overlap make the step faster than the search's sum."""
     plan = plan_of(32, 512, {"data": 2, "model": 2})
     waits = plan.predicted.breakdown.get(HOST, 0.0)
     assert 0.8 * plan.objective < plan.predicted.step_time_s - waits <= plan.objective * (1 + 1e-9)
@@ -133,7 +133,7 @@ def test_a_constraint_never_lowers_the_cost() -> None:
 
 
 def test_a_constraint_that_matches_nothing_is_refused() -> None:
-    """The message names the pattern and what there is."""
+    """A constraint without a match is refused with its pattern and the existing names."""
     mesh = Mesh({"x": 2})
     options = PlanOptions(constraints={"thrid.weight": P("x")})
     with pytest.raises(InvalidSpecError, match=r"constraints\['thrid.weight'\] matches no parameter.*first.weight"):
@@ -149,7 +149,7 @@ def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
 
 
 def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
-    """A glob may match what its spec is not meant for."""
+    """A pattern that matches a value with too few dims is refused with the value's name."""
     mesh = Mesh({"x": 2})
     wrong = r"'first.bias' cannot be laid out as P\(None, 'x'\): .* splits 2 dims, but the tensor has ndim=1"
     with pytest.raises(InvalidSpecError, match=wrong):
@@ -157,7 +157,7 @@ def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strict planning refuses it; lenient planning repeats it on every rank and says so."""
+    """Strict planning refuses an operator without a rule; lenient planning computes the operator on every rank."""
     monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
     mesh, program = Mesh({"x": 2}), perceptron_program()
     with pytest.raises(NoShardingRuleError, match=r"aten.relu.default .*blocks.py:\d+ in forward"):
@@ -175,7 +175,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 
 def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
-    """Save and load keep everything that lowering reads, and the text is the same."""
+    """A saved plan lowers to the same text."""
     mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"first.weight": P("x")}))
     plan.save(tmp_path / "plan.json")
@@ -188,7 +188,7 @@ def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
 @pytest.mark.parametrize("share", [1.0, 0.7])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) -> None:
-    """The program that a search keeps is the one that its plan lowers to; also with values computed again."""
+    """A plan is predicted from the lowered program, also with recomputation."""
     mesh, program = Mesh({"x": 2}), blocks_program(batch=16, length=256, hidden=64)
     options = PlanOptions(micro_batches=micro_batches)
     peak = plan_program(program, mesh, h100s(mesh), options).predicted.peak_memory_bytes
@@ -203,7 +203,7 @@ def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) ->
 
 
 def test_the_order_of_passes_is_data() -> None:
-    """Passes that need no plan each give back a program; together they are the preparation."""
+    """Preparation passes need no plan, and each pass returns a program."""
     program = perceptron_program()
     for rewrite in passes_at(Moment.TRACED):
         program = rewrite(program)
@@ -211,7 +211,7 @@ def test_the_order_of_passes_is_data() -> None:
 
 
 def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_time() -> None:
-    """Where memory is short a choice that fits without is found at prices of buckets; the faster step is taken."""
+    """In little memory the search lowers both a plan with recomputation and a plan without, and takes the faster."""
     mesh = Mesh({"data": 8})
     program, cluster = blocks_program(batch=64, length=1024, hidden=4096, count=4), h100s(mesh)
     options = PlanOptions(state_bytes_per_parameter_byte=2)
@@ -231,7 +231,7 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
 
 
 def test_a_mesh_on_which_all_plans_are_dear_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a known recipe may be faster there as lowered: then it is the plan of that mesh."""
+    """A mesh with a high bound is searched only if a known recipe may be faster there, and then has that recipe."""
     mesh, program = Mesh({"data": 4, "model": 2}), blocks_program(batch=64, length=1024, hidden=4096)
     free = plan_program(program, mesh, h100s(mesh), PlanOptions())
     least_s = min(step for step in free.baselines.values() if step is not None)
@@ -247,7 +247,7 @@ def test_a_mesh_on_which_all_plans_are_dear_is_not_searched(monkeypatch: pytest.
 
 @pytest.mark.parametrize("share", [0.6, 2.0])
 def test_a_plan_does_not_hang_on_the_machine(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks that jump by a minute at each look change nothing of it, as long as the ceiling is far."""
+    """A clock that jumps by a minute at each look changes no plan, if the ceiling is far."""
     mesh, program = Mesh({"x": 2}), blocks_program(batch=64, length=128, hidden=128)
     largest = plan_program(program, mesh, h100s(mesh), PlanOptions()).predicted.peak_memory_bytes
     found = []
@@ -265,7 +265,7 @@ def test_a_plan_does_not_hang_on_the_machine(share: float, monkeypatch: pytest.M
 def test_a_plan_that_the_ceiling_cut_says_so(
     looks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever that was: it fits, its bound is one of all plans, and one warning says it; else it is the same plan."""
+    """A plan from a search cut by the ceiling fits, has a bound of all plans, and carries one warning."""
     mesh, program = Mesh({"x": 2}), blocks_program(batch=64, length=128, hidden=128)
     whole = plan_program(program, mesh, h100s(mesh), PlanOptions())
     clock = itertools.count(0)

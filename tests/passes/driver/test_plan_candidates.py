@@ -1,4 +1,4 @@
-"""The loop that plans candidates: which of them are tried, and which plan or error is kept."""
+"""The loop over candidates chooses the candidates to plan, and keeps the best plan or the best error."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ class FakePlan:
 
 @dataclass(frozen=True)
 class PlannerOf:
-    """Stands for a planner, with plans that are made already.
+    """A stand-in for a planner, with ready plans.
 
     Args:
-        plans: by number of micro-batches: the step's seconds, what is recomputed, and what is offloaded; or an error.
-        asked: the numbers of micro-batches that were planned, and the sequences of each.
-        ceiling: of all searches; it cuts once `cut_at` candidates were tried.
-        traces: unused; it traces nothing.
+        plans: for each number of micro-batches, the step's seconds, the recomputed and the offloaded nodes; or an
+            error.
+        asked: the planned numbers of micro-batches, each with its sequences.
+        ceiling: ceiling of all searches; the ceiling cuts after `cut_at` candidates.
+        traces: unused, because the stand-in traces nothing.
     """
 
     plans: Mapping[int, tuple[float, set[str], set[str]] | AutoshardError]
@@ -88,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
-    """No more are tried then; of those that were tried the fastest is taken."""
+    """More micro-batches are tried until a plan recomputes nothing, and the fastest tried plan wins."""
     plans, chosen = CASES[case]
     planner, recipe = PlannerOf(plans), Recipe(data=1)
     found = planned(planner, candidates_of(recipe, [ALONE], 8))
@@ -98,7 +99,7 @@ def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
 
 @pytest.mark.parametrize(("recompute", "is_named"), [("none", True), ("full", False), (None, False)])
 def test_what_does_not_fit_may_with_recomputation(recompute: Any, is_named: bool) -> None:
-    """If the recipe recomputes nothing, the error says how to let it."""
+    """A model may fit with recomputation; the error names the way if the recipe recomputes nothing."""
     planner = PlannerOf({1: DoesNotFitError("no plan was found that fits.", smallest_bytes=7)})
     recipe = Recipe(data=1, micro_batch=8, recompute=recompute)
     with pytest.raises(DoesNotFitError, match=r"no plan was found that fits\.") as raised:
@@ -121,7 +122,7 @@ def test_others_are_planned_until_the_time_is_up(cut_at: int, tried: int) -> Non
 
 @pytest.mark.parametrize("cut_at", [1, 9])
 def test_all_are_tried_until_one_has_a_plan(cut_at: int) -> None:
-    """Although the time is up; where none has one, the error is that of the least memory."""
+    """Without a plan all candidates are tried past the time limit, and the error has the least memory."""
     failures = {count: DoesNotFitError("no.", smallest_bytes=10 - count) for count in (1, 2, 4)}
     planner = PlannerOf(failures, cut_at=cut_at)
     with pytest.raises(DoesNotFitError) as raised:
@@ -131,7 +132,7 @@ def test_all_are_tried_until_one_has_a_plan(cut_at: int) -> None:
 
 
 def test_a_spare_candidate_is_planned_where_no_other_has_a_plan() -> None:
-    """It is left out behind a plan."""
+    """A spare candidate is planned only if no other candidate has a plan."""
     first, spare = candidates(1), candidates(2, is_spare=True)
     found = planned(planner := PlannerOf({1: (2.0, set(), set()), 2: (1.0, set(), set())}), [*first, *spare])
     assert (found.step_time_s, planner.asked) == (2.0, [(1, 8)])

@@ -29,7 +29,7 @@ from passes.recomputation.fitting import JointSolution
 
 
 def test_the_log_says_how_long_a_compile_took(caplog: pytest.LogCaptureFixture) -> None:
-    """Seconds of the compile alone: no more than pass around it."""
+    """The log states the seconds of the compile, at most the time of the call."""
     model, x, start = nn.Linear(4, 4), torch.randn(2, 4), time.perf_counter()
     with caplog.at_level(logging.INFO, logger="passes.driver.planner"):
         autoshard.compile(model, Mesh({"data": 2}), example_inputs=(x,))(x)
@@ -61,7 +61,7 @@ def test_a_step_from_a_cuda_graph_is_predicted_without_its_host() -> None:
 
 
 def test_a_mesh_without_a_plan_leaves_the_others() -> None:
-    """Only one of the meshes has the axis that a constraint names."""
+    """Meshes without a plan, here without the axis of a constraint, are left out."""
     program = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
     planner = Planner(constraints={"weight": P("model")}, time_budget_s=2.0)
     assert planner.search_meshes(program, [Mesh({"data": 2}), Mesh({"model": 2})]).mesh == Mesh({"model": 2})
@@ -76,7 +76,7 @@ def test_a_plan_of_the_best_mesh_tells_of_recipes_on_every_mesh() -> None:
 
 
 def test_a_plan_for_another_mesh_is_made_anew() -> None:
-    """A plan that was made for one mesh runs on no other."""
+    """A plan for one mesh runs on no other mesh."""
     request = Request(nn.Linear(4, 4), (torch.randn(2, 4),), {}, grad=True)
     two, four = (SimulatorEngine(Mesh({"data": size}), torch.device("cpu")) for size in (2, 4))
     made = Planner()(request, two).plan
@@ -85,7 +85,7 @@ def test_a_plan_for_another_mesh_is_made_anew() -> None:
 
 
 def test_a_plan_that_is_given_is_kept() -> None:
-    """Also one that no search would find: both ranks compute all of it."""
+    """A given plan is kept, even a plan that no search would choose."""
     model, inputs, mesh = nn.Linear(256, 256), (torch.randn(1024, 256),), Mesh({"data": 2})
     alike = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"*": P()})
     assert alike.nodes != autoshard.plan(model, mesh, example_inputs=inputs).nodes
@@ -118,7 +118,7 @@ def test_a_mesh_under_another_name_is_searched_once(
 
 
 def test_a_mesh_ends_at_its_first_bound_above_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its known recipes are told, and nothing else of it is searched."""
+    """A mesh ends at its first bound above the best plan; its known recipes are listed."""
     searched, search = [], plan_and_lower.solve_jointly
 
     def counted(planning: PlanningProblem, *others: Any, **options: Any) -> JointSolution:
@@ -134,7 +134,7 @@ def test_a_mesh_ends_at_its_first_bound_above_the_best_plan(monkeypatch: pytest.
 
 
 def test_what_time_ended_before_anything_fitted_says_so() -> None:
-    """Not that nothing fits."""
+    """A search that its time ended before any plan fits says so, and does not claim that no plan fits."""
     model, rows = nn.Linear(64, 64), torch.empty(64, 64)
     asked: dict[str, Any] = {"example_inputs": (rows,), "memory_budget": 1}
     with pytest.raises(DoesNotFitError, match=r"^time_budget_s=0 was up before the search ended"):

@@ -41,7 +41,7 @@ def make_plan(name: str, memory_budget: int | None = None) -> Plan:
 
 @cache
 def every_recipe(name: str) -> list[tuple[float, int, Execution]]:
-    """Time and memory of all that are searched."""
+    """Return time and memory of every searched recipe."""
     problem = problem_of(make_plan(name))
     pricer = problem.pricer
     groups = {"zero_group": (None, *range(2, problem.cluster.size))}
@@ -59,7 +59,7 @@ def problem_of(plan: Plan) -> RecipeProblem:
 @pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, feature: str) -> None:
-    """Or, where the plan does it, of the best that does not; by pricing all."""
+    """`why_not` gives the best recipe with a feature, or without a used feature, by pricing all recipes."""
     plan = make_plan(name)
     assert plan.recipe is not None
     answer = plan.why_not(feature)
@@ -90,7 +90,7 @@ def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, featur
 
 
 def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
-    """With the least that does it."""
+    """A feature that needs more memory than the limit is reported with the least memory that has the feature."""
     least = problem_of(make_plan("dense")).smallest().objective
     plan = make_plan("dense", memory_budget=int(least))
     answer = plan.why_not("data")
@@ -102,7 +102,7 @@ def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
 
 
 def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
-    """A plan that does it is compared with the best that shards over all of them, or gathers nothing."""
+    """Hybrid sharding is compared with the best recipe that shards over all replicas, or gathers nothing."""
     constraints = {"tensor": 1, "context": 1, "pipeline": 1, "zero": (0, 3), "zero_group": (2, None)}
     options = {
         "example_inputs": tokens(),
@@ -132,7 +132,7 @@ def test_what_is_not_answered_is_said() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_limits_are_those_of_planning_with_more(name: str) -> None:
-    """Each figure is that of a new plan; what memory is worth follows from them, and no change makes a step longer."""
+    """`limits` gives the figures of new plans, the value of memory follows from them, and no change slows the step."""
     sizes = sorted(memory for _, memory, _ in every_recipe(name))
     plan = make_plan(name, memory_budget=sizes[len(sizes) // 20])
     assert plan.memory_budget is not None
@@ -160,7 +160,7 @@ def test_limits_are_those_of_planning_with_more(name: str) -> None:
 
 
 def test_memory_that_is_plenty_is_worth_nothing() -> None:
-    """More of it changes nothing."""
+    """More memory than a plan uses is worth nothing."""
     found = make_plan("dense").limits()
     assert found.memory_worth_s_per_byte == 0.0
     assert "A GiB more" not in str(found)

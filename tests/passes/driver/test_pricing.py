@@ -1,4 +1,4 @@
-"""Recipes are priced on models that say nothing about how they are split."""
+"""Recipes are priced on plain models without annotations of their layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _price(recipe: Execution, model: nn.Module = MODEL, per_node: int | None = N
 
 
 def test_a_plan_says_where_parameters_of_all_blocks_lie() -> None:
-    """Weights of every block are split as those of the traced ones, and counted locally."""
+    """Weights of every block are split as the traced block's weights, and counted per rank."""
     plan = _price(Execution(tensor=4))
     assert plan.parameters["layers.7.wide.weight"].spec == P("tensor")
     assert plan.parameters["layers.7.narrow.weight"].spec == P(None, "tensor")
@@ -51,7 +51,7 @@ def test_breakdown_sums_to_the_step() -> None:
 
 
 def test_tokens_and_utilisation_follow_from_the_time() -> None:
-    """Tokens are those of the whole batch."""
+    """Tokens per second count the tokens of the whole batch, and utilisation follows from the time."""
     predicted = _price(Execution(data=2, micro_batch=2, global_batch=8)).predicted
     assert predicted.tokens_per_s == pytest.approx(8 * 32 / predicted.step_time_s)
     assert predicted.mfu is not None
@@ -59,7 +59,7 @@ def test_tokens_and_utilisation_follow_from_the_time() -> None:
 
 
 def test_full_recomputation_takes_time_and_saves_memory() -> None:
-    """And selective recomputation lies between, if anywhere."""
+    """Full recomputation takes time and saves memory, with selective recomputation in between."""
     none, full = (
         _price(dataclasses.replace(PLAIN, micro_batch=16, recompute=kind)).predicted for kind in ("none", "full")
     )
@@ -121,7 +121,7 @@ def _replaced(model: nn.Module) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("change", [nn.Module.double, _froze, _grew, _replaced])
 def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Module], object]) -> None:
-    """Not as it was when it was priced before: in another type, in part frozen, of more blocks, of other modules."""
+    """A model changed in type, frozen parameters, blocks or modules is priced anew."""
     cluster, model, new = Cluster("h100_sxm", 1, 1), dense(2), dense(2)
     before = price_execution(model, cluster, PLAIN, tokens())
     for each in (model, new):
@@ -132,7 +132,7 @@ def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Mo
 
 
 class Wide(nn.Module):
-    """Large products, one after the other."""
+    """Large products in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def _total(y: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_model_without_blocks_is_priced() -> None:
-    """It is one layer class before the blocks that it does not have."""
+    """A model without blocks is priced as one layer class in front of no blocks."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).bfloat16()
     inputs = (torch.zeros(1, 64, dtype=torch.bfloat16, device="meta"),)
@@ -171,7 +171,7 @@ def test_a_model_without_blocks_is_priced() -> None:
 
 
 def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
-    """It is a plan like any other."""
+    """A plan of a recipe is saved and loaded."""
     plan = _price(Execution(tensor=2))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -180,7 +180,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
 
 
 def test_a_recipe_for_another_number_of_devices_is_refused() -> None:
-    """The message multiplies it out."""
+    """A recipe for a wrong number of devices is refused with the product of its axes."""
     with pytest.raises(RecipeError, match=r"tensor=2 = 4 devices; the cluster has 8"):
         price_execution(MODEL, Cluster("h100_sxm", 1, 8), Execution(data=2, tensor=2), tokens())
 
@@ -192,7 +192,7 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    """And stage_layers must sum to the blocks."""
+    """More stages than blocks are refused, and so are `stage_layers` with another sum than the blocks."""
     with pytest.raises(RecipeError, match="16 stages cannot share 8 blocks"):
         _price(Execution(pipeline=16))
     with pytest.raises(RecipeError, match="shares out 4 blocks; the model has 8"):
@@ -206,7 +206,7 @@ def test_what_has_no_price_yet_is_refused() -> None:
 
 
 def test_offloaded_activations_have_a_price() -> None:
-    """Copies only add time; what they take from the device lies on the host, which must hold it."""
+    """Offloading adds the time of copies, and moves memory to the host, which must be large enough."""
     recipe = Execution(data=8, micro_batch=64, global_batch=512)
     kept, away = _price(recipe), _price(dataclasses.replace(recipe, offload="activations"))
     assert away.predicted.step_time_s > kept.predicted.step_time_s
@@ -219,7 +219,7 @@ def test_offloaded_activations_have_a_price() -> None:
 
 
 def test_experts_may_lie_on_tensor_ranks_too() -> None:
-    """Where replicas alone are too few for them; parameters of all kinds have their bytes."""
+    """Experts may be split over tensor ranks beyond the replicas, with the right bytes of every parameter."""
     recipe = Execution(data=2, tensor=2, expert=4, global_batch=4)
     plan = price_execution(SPARSE, Cluster("h100_sxm", 1, 4), recipe, tokens())
     split = {name: math.prod(item.shape) * 2 / item.local_bytes for name, item in plan.parameters.items()}

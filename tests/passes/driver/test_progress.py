@@ -28,7 +28,7 @@ INPUTS = (torch.ones(8, 4, 16),)
 
 
 def press_ctrl_c() -> None:
-    """Send SIGINT to the main thread, from another one."""
+    """Send SIGINT to the main thread from another thread."""
     ident = threading.main_thread().ident
     assert ident is not None
     thread = threading.Thread(target=signal.pthread_kill, args=(ident, signal.SIGINT))
@@ -43,7 +43,7 @@ def plan_pressing(
     target: Mesh | Cluster = MESH,
     **given: Any,
 ) -> Plan:
-    """The plan of a small model; Ctrl-C is pressed so often the first time that what is shown is as asked."""
+    """Plan a small model, and press Ctrl-C a number of times when the first progress of a kind is shown."""
     pressed = []
 
     def show(what: str, best: float, lower_bound: float) -> None:
@@ -64,7 +64,7 @@ def plan_pressing(
 
 @pytest.fixture(autouse=True)
 def _python_s_own_handler() -> Iterator[None]:
-    """SIGINT as Python handles it: where the tests run in the background of a shell it is ignored."""
+    """Set Python's own handler of SIGINT, because a shell ignores SIGINT for tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -72,7 +72,7 @@ def _python_s_own_handler() -> Iterator[None]:
 
 @pytest.fixture(params=["HiGHS", "duality"])
 def gear(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of the search's two gears solves the problem."""
+    """Return a patch that solves the problem by one of the two searches."""
     monkeypatch.setattr(search_module, "EXACT_PAIRS", 10**9 if request.param == "HiGHS" else 0)
     return request.param
 
@@ -89,13 +89,13 @@ def in_the_whole(what: str, best: float) -> bool:
 
 
 def at_once(what: str, best: float) -> bool:
-    """As soon as anything is shown: while the first known recipe is priced."""
+    """Whether any progress is shown, which is first while the first known recipe is priced."""
     return True
 
 
 @pytest.mark.parametrize("when", [at_once, in_the_whole])
 def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, gear, when) -> None:
-    """It fits, no known recipe that was priced beats it, its bound holds, it says so, and it survives a file."""
+    """Ctrl-C returns the best plan so far, with a true bound and a note, which a file keeps."""
     found, whole = plan_pressing(monkeypatch, 1, when), uninterrupted()
     assert not whole.was_interrupted
     assert found.was_interrupted
@@ -110,21 +110,21 @@ def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, gear, when) -> None:
 
 
 def test_a_plan_of_an_interrupted_search_computes_what_one_device_does(monkeypatch, gear) -> None:
-    """It is a plan like any other."""
+    """A plan of an interrupted search computes one device's numbers."""
     found = plan_pressing(monkeypatch, 1, at_once, precision=None)
     check_plan(MODEL, MESH, INPUTS, plan=found).raise_if_different()
 
 
 @pytest.mark.parametrize("when", [at_once, in_the_whole])
 def test_a_second_ctrl_c_raises(monkeypatch, gear, when) -> None:
-    """Out of the solver too; and Ctrl-C does again what it did before."""
+    """A second Ctrl-C raises, also inside the solver, and afterwards Ctrl-C has its old handler."""
     with pytest.raises(KeyboardInterrupt):
         plan_pressing(monkeypatch, 2, when)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
-    """The plan is that of the mesh that was being searched."""
+    """Ctrl-C skips the remaining meshes, and returns the plan of the current mesh."""
     cluster = Cluster("h100_sxm", 1, 4)
     meshes = meshes_for(Recipe(), cluster)
     assert len(meshes) > 1
@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
 
 @pytest.mark.parametrize("built", [0, 1])
 def test_ctrl_c_while_a_problem_is_built_ends_that_at_once(monkeypatch, built: int) -> None:
-    """The plan is of the meshes before; of the first one there is none."""
+    """Ctrl-C while a problem is built returns the plan of an earlier mesh, or raises on the first mesh."""
     cluster, problems = Cluster("h100_sxm", 1, 4), []
     build = pipeline.planning_problem
 
@@ -157,7 +157,7 @@ def test_ctrl_c_while_a_problem_is_built_ends_that_at_once(monkeypatch, built: i
 
 
 def test_nothing_that_fits_ends_as_ctrl_c_does(monkeypatch) -> None:
-    """There is no plan to give."""
+    """Ctrl-C without any plan raises KeyboardInterrupt."""
     with pytest.raises(KeyboardInterrupt, match="before anything that fits was found"):
         plan_pressing(monkeypatch, 1, at_once, memory_budget=10)
 
@@ -191,7 +191,7 @@ def test_other_threads_search_as_they_are() -> None:
 
 
 def test_the_bar_shows_incumbent_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard error; nothing without a terminal, unless it is asked for."""
+    """The bar shows the best plan and the bound on standard error, only on a terminal or on request."""
     with search_bar(10.0, None) as show:
         assert show is None
     with search_bar(10.0, progress=True) as show:

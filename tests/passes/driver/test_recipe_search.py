@@ -35,7 +35,7 @@ def _price(recipe: Recipe, runtime: Runtime = PRICED, global_batch: int = 16) ->
 
 
 def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
-    """Its price is what `price` says, no baseline beats it, and it is saved with its recipe."""
+    """A plan has the price of the fastest recipe, beats every baseline, and is saved with its recipe."""
     plan = _plan()
     assert plan.recipe is not None
     assert plan.recipe.data * plan.recipe.micro_batch * plan.micro_batches == 16
@@ -49,7 +49,7 @@ def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
 
 
 def test_another_runtime_does_not_run_our_kernels() -> None:
-    """The message names both."""
+    """A runtime other than ours with our kernels is refused with both names."""
     with pytest.raises(NotAvailableError, match="backend='triton' says which kernels compile runs; runtime="):
         _plan(backend="triton")
 
@@ -70,7 +70,7 @@ def test_plans_of_recipes_and_of_specs_are_compared(tmp_path) -> None:
 
 
 def test_print_says_in_words_what_it_is() -> None:
-    """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
+    """The print states stages, schedule and micro-batches, and either the mesh or the unsupported fields."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, recompute="full"))
     assert "Recipe: data 2, pipeline 2 (1F1B); micro-batches of 2; blocks computed again." in str(piped)
     assert "Batch: 16 sequences, in 4 micro-batches." in str(piped)
@@ -82,7 +82,7 @@ def test_print_says_in_words_what_it_is() -> None:
 
 
 def test_what_does_not_fit_names_what_would() -> None:
-    """With that much memory it does, or on as many nodes."""
+    """A model that does not fit raises an error with the memory, or the nodes, that would fit the model."""
     with pytest.raises(DoesNotFitError, match=r"the smallest needs .* of optimizer state, .* \(data") as raised:
         _plan(memory_budget=100_000)
     least = raised.value.smallest_bytes
@@ -101,7 +101,7 @@ def test_a_batch_that_nothing_runs_is_refused() -> None:
 
 
 def test_optimizers_are_those_of_recipes() -> None:
-    """By name, or as an object; what recipes do not know is refused."""
+    """Optimizers are given by name or as an object, and optimizers outside of recipes are refused."""
     given = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
     assert _plan(optimizer=given).predicted == _plan(optimizer="sgd_momentum").predicted != _plan().predicted
     for optimizer in (None, "rmsprop"):
@@ -110,7 +110,7 @@ def test_optimizers_are_those_of_recipes() -> None:
 
 
 def test_a_model_in_float32_is_planned_in_16_bits() -> None:
-    """As `model.bfloat16()` is, by default; its parameters are the master weights, and stay as they are."""
+    """A model in float32 is planned like `model.bfloat16()` by default, and its parameters stay float32."""
     wide = copy.deepcopy(MODEL).float()
     assert _plan(model=wide).predicted == _plan(precision="bf16").predicted
     assert _plan(model=wide, precision="f32").predicted.mfu != _plan(precision="bf16").predicted.mfu
@@ -120,7 +120,7 @@ def test_a_model_in_float32_is_planned_in_16_bits() -> None:
 
 
 def test_inputs_in_float32_go_with_a_model_in_float32() -> None:
-    """Images, say: they come in the type of the products too; what plans of specs ask of recipes does as well."""
+    """Inputs in float32, such as images, are cast to the products' type in prices and in plans of specs."""
     images, classes = torch.empty(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64)
     model = nn.Sequential(nn.Conv2d(3, 64, 8), nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 10))
     same = {"model": model, "example_inputs": (images,), "loss_fn": lambda y: F.cross_entropy(y, classes[: len(y)])}
@@ -137,7 +137,7 @@ def test_inputs_in_float32_go_with_a_model_in_float32() -> None:
 
 
 def test_price_confirms_plans_of_models_in_float32() -> None:
-    """In the precision of their recipe, with their inputs as they are; it priced a model in 32 bits as it was."""
+    """`price` confirms plans of models in float32, in the precision of the recipe."""
     images = torch.empty(8, 64)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     same = {"example_inputs": (images,), "loss_fn": lambda y: y.float().sum()}
@@ -157,7 +157,7 @@ def test_products_run_in_the_models_own_dtype() -> None:
 
 
 def test_what_recipes_do_not_follow_is_refused() -> None:
-    """They choose the axes, and say where everything lies."""
+    """Constraints outside of recipes, and a mesh, are refused, because recipes choose the axes and layout."""
     with pytest.raises(NotAvailableError, match=r"A search for another runtime chooses the axes"):
         _plan(CLUSTER.mesh({"data": 4}))
     with pytest.raises(NotAvailableError, match="gives a value its spec"):
@@ -183,7 +183,7 @@ def test_a_recipe_must_fit_in_the_memory_that_is_named() -> None:
 
 
 def test_a_search_without_time_says_so() -> None:
-    """There is nothing to show."""
+    """A search without time raises an error, because no recipe has a price."""
     with pytest.raises(NotAvailableError, match="time_budget_s=0 ended before any recipe was priced"):
         _plan(time_budget_s=0.0)
 
@@ -195,7 +195,7 @@ def specs() -> Plan:
 
 
 def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
-    """A pipeline of the same devices, for the same batch: planning it gives the step that is stated."""
+    """A question about a feature without an axis is answered on another mesh, with the step of a new plan."""
     answer = specs.why_not("pp")
     (found,) = answer.variants
     assert found.recipe is not None
@@ -217,7 +217,7 @@ def test_each_feature_has_a_plan(specs: Plan, name: str) -> None:
 
 
 def test_zero_2_is_a_choice_of_specs(specs: Plan) -> None:
-    """It is searched over the mesh's only axis."""
+    """ZeRO-2 is searched as a choice of specs over the mesh's only axis."""
     (found,) = specs.why_not("zero-2").variants
     assert (found.name, found.fits) == ("zero-2 over data", True)
 
@@ -243,7 +243,7 @@ def test_what_the_model_has_not_is_said(specs: Plan) -> None:
 
 
 def test_a_model_in_float32_keeps_what_is_frozen() -> None:
-    """Adapters are planned as they are of the model in 16 bits; frozen weights were planned as if they were trained."""
+    """Frozen weights of a model in float32 with adapters are planned as frozen weights of the model in 16 bits."""
     model = dense(2).float().requires_grad_(False)
     model.last.requires_grad_(True)
     options: dict[str, Any] = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8, "runtime": PRICED}

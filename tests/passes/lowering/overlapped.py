@@ -1,4 +1,4 @@
-"""Programs before the passes by which they communicate while they compute, and what these passes may not change."""
+"""Programs before the overlap passes, and the results that these passes must keep."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.passes.mutants import Place
 
 @cache
 def plain(family: str, layout: str) -> PhasedProgram:
-    """The program of a family under a layout, with every collective waited for where it stands."""
+    """Return the program of a family under a layout, with every wait directly behind its collective."""
     return lowered_under(LAYOUTS[layout], program_of(family, layout), planning_of(family, layout), with_overlap=False)
 
 
 @cache
 def plain_on(mesh: Mesh, layout: str, family: str, reduce_dtype: torch.dtype | None = None) -> PhasedProgram:
-    """`plain` on another mesh, with gradients of float32 sent in a type if there is one."""
+    """Return `plain` on another mesh, with float32 gradients sent in a narrower type if given."""
     program = program_of(family, layout)
     planning = planning_of(family, layout) if mesh == MESH else planning_on(mesh, program)
     return lowered_under(LAYOUTS[layout], program, planning, with_overlap=False, reduce_dtype=reduce_dtype)
@@ -68,7 +68,7 @@ def calls(graph_module: fx.GraphModule) -> list[str]:
 
 
 def differ(family: str, layout: str, made: PhasedProgram) -> list[str]:
-    """The results of a step of two micro-batches that have other bits than those of the plain program."""
+    """Return the results of a step of two micro-batches whose bits differ from the plain program."""
     torch.manual_seed(0)
     _, examples = FAMILIES[family]()
     phased = plain(family, layout)

@@ -1,4 +1,4 @@
-"""Rules of a program's calls are bound once, and anew where an operator's rule is another one."""
+"""Rules of a program's calls are bound once, and bound anew after a change of a rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.passes.blocks import blocks_program
 
 
 def test_rules_are_those_of_the_calls() -> None:
-    """Every call has its rule, which is one object however often a program is lowered."""
+    """Every call has its rule, and repeated lowering reuses one object for the rule."""
     program = prepare(blocks_program(batch=4, length=8, hidden=16))
     ranges = find_ranges(program.graph_module)
     calls = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]

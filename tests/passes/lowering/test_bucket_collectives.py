@@ -1,4 +1,4 @@
-"""Gradients are reduced in buckets: the same bits, no more memory, and no wrong bucket is accepted."""
+"""Gradients reduced in buckets keep all bits and the memory, and wrong buckets are refused."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def reductions(phased: PhasedProgram) -> list[fx.Node]:
 @pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "ZeRO-1"), ("mixture", "two axes")])
 @pytest.mark.parametrize("passed", [SMALL, BucketCollectives()])
 def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed: BucketCollectives) -> None:
-    """With two micro-batches, and the update where there is one."""
+    """Buckets of any size keep the bits, with two micro-batches and with an update."""
     made = bucketed(family, layout, passed)
     verify_phases(made)
     assert differ(family, layout, made) == []
 
 
 def test_gradients_are_scattered_in_buckets_too() -> None:
-    """Gradients of sharded parameters have a row for each rank; the wait holds the sent row, which is counted."""
+    """Buckets scatter gradients of sharded parameters with one row per rank, and the sent row counts as memory."""
     phased = fully_sharded()
     late = WaitLate()(phased)
     made = LARGE(late)
@@ -64,7 +64,7 @@ def test_gradients_are_scattered_in_buckets_too() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "lstm"])
 def test_updated_parameters_are_gathered_in_buckets(family: str) -> None:
-    """Parameters with sharded optimizer state keep their bits, and a bucket that is read otherwise is refused."""
+    """Parameters with sharded state are gathered in buckets with equal bits, and a wrongly read bucket is refused."""
     phased = plain(family, "ZeRO-1")
     made = LARGE(WaitLate()(phased))
     assert phased.update is not None
@@ -102,14 +102,14 @@ def leave_rows_out(split: fx.Node) -> None:
 
 
 def exchange_sent(split: fx.Node) -> None:
-    """The bucket is packed in another order than it is read."""
+    """Pack a bucket in another order than the readers expect."""
     packed = split.args[0].args[0].args[0].args[0]
     first, *others, last = packed.args[0]
     packed.args = ([last, *others, first],)
 
 
 def test_buckets_keep_to_their_sizes() -> None:
-    """The first and the others; only what is larger by itself is sent by itself."""
+    """The first bucket and the later buckets keep their sizes; only a larger member has a bucket alone."""
     before, after = reductions(plain(FAMILY, LAYOUT)), reductions(bucketed())
     assert len(after) < len(before)
     sizes = [node.meta["val"].numel() * node.meta["val"].element_size() for node in after]
@@ -120,7 +120,7 @@ def test_buckets_keep_to_their_sizes() -> None:
 
 
 def test_a_bucket_is_packed_by_one_copy_and_read_by_views() -> None:
-    """One `cat` for each bucket; parts are views of what it received."""
+    """One `cat` packs a bucket, and views of the received buffer are its parts."""
     names = calls(bucketed().backward)
     before = calls(plain(FAMILY, LAYOUT).backward)
     assert names.count("aten.cat.default") - before.count("aten.cat.default") == names.count(
@@ -146,27 +146,27 @@ def shift_offsets(graph: fx.Graph) -> None:
 
 
 def exchange_members(graph: fx.Graph) -> None:
-    """The bucket is packed in another order than it is read."""
+    """Pack a bucket in another order than the readers expect."""
     packed = bucket(graph)
     first, *others, last = packed.args[0]
     packed.args = ([last, *others, first],)
 
 
 def repeat_a_member(graph: fx.Graph) -> None:
-    """One gradient is sent twice, in the place of another."""
+    """Send one gradient twice, in the place of another gradient."""
     packed = bucket(graph)
     first, _, *others = packed.args[0]
     packed.args = ([first, first, *others],)
 
 
 def read_in_flight(graph: fx.Graph) -> None:
-    """A part is read of what is not waited for yet."""
+    """Read a part of a buffer before the wait."""
     split = splits(graph)[0]
     split.args = (split.args[0].args[0], *split.args[1:])
 
 
 def read_what_is_sent(graph: fx.Graph) -> None:
-    """A part is read of the buffer itself, which a process writes over meanwhile."""
+    """Read a part of the sent buffer, which a process overwrites."""
     split = splits(graph)[0]
     split.args = (bucket(graph), *split.args[1:])
 
@@ -200,7 +200,7 @@ def pack_in_another_order(graph: fx.Graph) -> None:
 
 
 def splits(graph: fx.Graph) -> list[fx.Node]:
-    """Return the calls that take the buckets apart, the one with most members first."""
+    """Return the calls that take buckets apart, the bucket with most members first."""
     found = [node for node in graph.nodes if node.target is aten.split_with_sizes.default and is_wait(node.args[0])]
     return sorted(found, key=lambda node: -len(node.args[1]))
 
@@ -218,7 +218,7 @@ WRONG = [
 
 @pytest.mark.parametrize("mistake", WRONG, ids=lambda mistake: mistake.__name__)
 def test_wrong_buckets_are_refused(mistake: Callable[[fx.Graph], None]) -> None:
-    """Offsets, membership, and reads of what is in flight."""
+    """Buckets with wrong offsets or members, or with reads in flight, are refused."""
     made = bucketed(passed=BucketCollectives())
     graph_module = copy_of(made.backward)
     mistake(graph_module.graph)

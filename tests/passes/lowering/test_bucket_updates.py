@@ -1,4 +1,4 @@
-"""Updates of many parameters become one call, behind all that they read and before all that reads them."""
+"""Updates of many parameters become one call, behind all operands and before all readers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from passes.verification.verify_in_place import verify_in_place
 aten, ours = torch.ops.aten, torch.ops.autoshard
 HYPER = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.01, 2.0], dtype=torch.float64)
 _STATE = 4
-"""Inputs of each parameter: itself, its gradient, both moments."""
+"""Inputs of each update: the parameter, its gradient, both moments."""
 Lists = list[list[fx.Node]]
-"""Lists of a bucket: one for each kind of operand."""
+"""Lists of a bucket, one list for each kind of operand."""
 
 
 def _update_graph(count: int, *, in_pieces: bool, dtypes: Sequence[torch.dtype] | None = None) -> fx.GraphModule:
@@ -69,7 +69,7 @@ def _values(graph: fx.Graph) -> list[Tensor]:
 
 
 def _calls(graph_module: fx.GraphModule) -> list[int]:
-    """How many parameters each bucket has; 1 for an update by itself."""
+    """Return the number of parameters in each bucket; 1 for a lone update."""
     found = [node for node in graph_module.graph.nodes if "adam_update" in str(node.target)]
     return [len(node.args[0]) if isinstance(node.args[0], (list, tuple)) else 1 for node in found]
 
@@ -77,7 +77,7 @@ def _calls(graph_module: fx.GraphModule) -> list[int]:
 @pytest.mark.parametrize("with_triton", [False, True])
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_updates_share_a_launch(in_pieces: bool, with_triton: bool) -> None:
-    """Three updates are one; the step computes what it did, in the inputs' own memory, and is proven to."""
+    """Three updates become one in-place call, which is proven and keeps the step's results."""
     functional = _update_graph(3, in_pieces=in_pieces)
     expected = functional(*_values(functional.graph))
     writing = write_in_place(functional, _written(3))
@@ -95,7 +95,7 @@ def test_updates_share_a_launch(in_pieces: bool, with_triton: bool) -> None:
 
 @pytest.mark.parametrize(("with_triton", "sizes"), [(True, [1, 2, 2]), (False, [5])])
 def test_a_launch_is_of_one_dtype(with_triton: bool, sizes: list[int]) -> None:
-    """A launch of Triton's kernels has one dtype and leaves float64 to torch; a call of torch's takes all."""
+    """A launch of a Triton kernel has one dtype and leaves float64 to torch; a call of torch takes all dtypes."""
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
     functional = _update_graph(5, in_pieces=False, dtypes=kinds)
     bucketed = BucketUpdates(with_triton)(write_in_place(functional, _written(5)))
@@ -113,17 +113,17 @@ def test_buckets_expand_to_their_updates() -> None:
 
 
 def _reversed_at(*places: int) -> Callable[[Lists], list[Lists]]:
-    """A bucket with the operands at some places in another order than the others."""
+    """Reorder some operands of a bucket, but not the remaining operands."""
     return lambda lists: [[items[::-1] if place in places else items for place, items in enumerate(lists)]]
 
 
 def _with_sizes(*sizes: int) -> Callable[[Lists], list[Lists]]:
-    """A bucket with so many of its parameters, gradients and moments."""
+    """Cut the lists of a bucket to given numbers of parameters, gradients and moments."""
     return lambda lists: [[items[:size] for items, size in zip(lists, sizes, strict=True)]]
 
 
 def _cut(*parts: slice) -> Callable[[Lists], list[Lists]]:
-    """A bucket for each of some parts."""
+    """Cut a bucket into parts."""
     return lambda lists: [[items[part] for items in lists] for part in parts]
 
 
@@ -152,7 +152,7 @@ def test_wrong_buckets_do_not_verify(name: str, in_pieces: bool) -> None:
 
 @pytest.mark.parametrize("right", [_cut(slice(1), slice(1, 3)), _reversed_at(0, 1, 2, 3)])
 def test_other_right_buckets_verify(right: Callable[[Lists], list[Lists]]) -> None:
-    """Cut in two, or in another order, they compute the same."""
+    """A bucket cut in two, or in another order, verifies."""
     functional, bucketed = _split_otherwise(right, in_pieces=True)
     verify_in_place(functional, bucketed, _written(3))
     torch.testing.assert_close(
@@ -173,7 +173,7 @@ def _split_otherwise(change: Callable[[Lists], list[Lists]], in_pieces: bool) ->
 
 
 def test_updates_that_read_each_other_stay() -> None:
-    """One call cannot update a parameter whose gradient is made of the other's new value."""
+    """One call cannot update two parameters if the gradient of one reads the new value of the other."""
     functional = _update_graph(2, in_pieces=False)
     graph = functional.graph
     first, second = (node for node in graph.nodes if node.target is ours.adam_update.default)

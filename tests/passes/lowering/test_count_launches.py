@@ -1,4 +1,4 @@
-"""Launches and bytes are those that can be counted by hand; kernels save what they are said to save."""
+"""Launches and bytes equal counts by hand, and kernels save the predicted launches and bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.passes.launches import count_launches
 
 
 def _graph(*calls: tuple[OpOverload, int]) -> fx.GraphModule:
-    """Calls of one operand [4, 8] in float32 each; the number is that of the result's elements."""
+    """Return a graph of calls of one operand [4, 8] in float32, each with a number of elements in its result."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(4, 8, device="meta")
@@ -32,12 +32,12 @@ def test_views_cost_nothing_and_calls_what_they_touch() -> None:
 
 
 def test_communication_is_not_counted() -> None:
-    """Collectives and waits for them launch nothing here."""
+    """Collectives and their waits count no launch."""
     assert count_launches(_graph((torch.ops._c10d_functional.wait_tensor.default, 32))) == Traffic()
 
 
 def test_partial_sums_of_norms_count() -> None:
-    """A norm's backward sums partial gradients of weight and bias at the end: one launch each."""
+    """A norm's backward counts one launch each to sum the partial gradients of weight and bias."""
     grad, weight = torch.empty(1000, 4096, device="meta"), torch.empty(4096, device="meta")
     values: tuple[Tensor | None, ...] = (grad, weight, weight)
     each = Traffic(1, (2 * 256 * 4096 + 4096) * 4)

@@ -1,4 +1,4 @@
-"""Programs with kernels compute what programs without them do, and are proven to."""
+"""Programs with kernels are proven equal to programs without kernels, and compute the same numbers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _phases(model: nn.Module, *, with_generated: bool = True) -> PhasedProgram:
 
 
 def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
-    """`target` is the one input of whole numbers."""
+    """Check that kernels keep the results; `target` is the one input of integers."""
     values = []
     for slot in lowered.inputs:
         value = torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
@@ -92,7 +92,7 @@ def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.T
 
 
 def test_norms_become_kernels_and_results_stay() -> None:
-    """Each layer norm is one kernel, with the residual's addition before it and that of its gradient behind."""
+    """Each layer norm becomes one kernel with the residual addition, and its backward with the gradient addition."""
     torch.manual_seed(0)
     lowered = _lower(Blocks(8, 2))
     fused = FuseKernels()(lowered)
@@ -141,7 +141,7 @@ def test_phases_with_kernels_verify() -> None:
 
 
 def test_what_hand_written_kernels_leave_can_be_left_to_others() -> None:
-    """For Inductor, which writes kernels for them itself."""
+    """Operators outside of handwritten kernels can be left to Inductor, which writes its own kernels."""
     phased = _phases(Gated("silu"), with_generated=False)
     assert fused_calls(phased.forward)["autoshard.triton_gated.default"] == 1
     assert not [node for node in phased.forward.graph.nodes if generated_kernel(node.target)]
@@ -150,7 +150,7 @@ def test_what_hand_written_kernels_leave_can_be_left_to_others() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
-    """Its local parts are one kernel each, between the collectives; phases with them verify."""
+    """Cross-entropy over a split vocabulary has one kernel per local part, between the collectives, and verifies."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +183,7 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
 
 
 def test_a_product_takes_its_bias_along() -> None:
-    """Bias is added by the library's product, at the place where it was added; a product that others read stays."""
+    """A product takes its bias along at the place of the addition; a product with other readers stays."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Numbers(nn.Module):
 
 
 def test_numbers_are_no_operands_of_kernels() -> None:
-    """They stay calls with a number, which generated kernels take; the norm is a kernel all the same."""
+    """Calls with a number operand stay out of handwritten kernels, and the neighbouring norm is still a kernel."""
     torch.manual_seed(0)
     phased = _phases(Numbers())
     fused = FuseKernels()(phased.lowered)
@@ -233,7 +233,7 @@ def test_numbers_are_no_operands_of_kernels() -> None:
 
 
 class Loss(nn.Module):
-    """The mean cross-entropy of a linear layer over a norm, with the logits if they are asked for."""
+    """The mean cross-entropy of a linear layer over a norm, with the logits on request."""
 
     def __init__(self, dtype: torch.dtype, *, returns_logits: bool) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Loss(nn.Module):
 
 @pytest.fixture
 def _chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a head of 40 classes has three."""
+    """Patch the chunk size, so that a head of 40 classes has three chunks."""
     monkeypatch.setattr(triton_linear_cross_entropy, "LEAST_CLASSES", 16)
 
 
@@ -277,7 +277,7 @@ def test_a_loss_never_holds_its_logits(shape: tuple[int, ...], dtype: torch.dtyp
 
 @pytest.mark.usefixtures("_chunks_of_16")
 def test_a_loss_in_chunks_equals_the_whole() -> None:
-    """With the kernel, loss and gradients are those without."""
+    """Loss and gradients with the chunked kernel equal the values without the kernel."""
     phased = _phases_of_loss(4, 3)
     fused = FuseKernels()(phased.lowered)
     _check_equal(phased.lowered, fused, torch.arange(12).reshape(4, 3))
@@ -285,7 +285,7 @@ def test_a_loss_in_chunks_equals_the_whole() -> None:
 
 @pytest.mark.usefixtures("_chunks_of_16")
 def test_logits_that_are_returned_are_not_made_twice() -> None:
-    """A model that returns its logits keeps them: the backward reads them, and its products stay."""
+    """A model that returns its logits keeps them for the backward, and adds no products."""
     phased = _phases_of_loss(4, 3, returns_logits=True)
     calls = fused_calls(phased.forward) + fused_calls(phased.backward)
     assert not any("linear_cross_entropy" in name for name in calls)
@@ -331,7 +331,7 @@ def test_what_is_read_elsewhere_stays() -> None:
 
 
 def test_products_in_either_order_verify() -> None:
-    """up act(gate) is act(gate) up: a kernel that matched the one is proven where the program has the other."""
+    """Kernels match both up * act(gate) and act(gate) * up, and both programs verify."""
 
     class Reversed(Gated):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -347,7 +347,7 @@ def test_products_in_either_order_verify() -> None:
 
 @pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
 def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
-    """An argument that is neither a variable of the form nor a constant of it could be anything, and verify."""
+    """A form names each argument as a variable or a constant, because an unnamed argument could have any value."""
     for form in kernel.forms:
         shapes = [(2, 3, 8)] if form.dims is None else [tuple(range(2, 2 + form.dims))]
         for shape in shapes:
@@ -356,7 +356,7 @@ def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
 
 
 def test_every_form_has_the_kernels_results() -> None:
-    """A form composes as many results as its kernel gives, from variables that are the kernel's arguments or free."""
+    """A form has one result for each result of its kernel, from variables that are arguments or free."""
     for kernel in FUSED:
         for form in kernel.forms:
             known = set(kernel.parameters) | set(form.free)

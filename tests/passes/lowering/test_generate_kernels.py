@@ -1,4 +1,4 @@
-"""Generated kernels compute what the calls do that they stand for, and are proven to stand for them."""
+"""Generated kernels compute the results of the replaced calls, and are proven equal to the calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _expected(drawn: DrawnGraph) -> list[Tensor]:
 @settings(suppress_health_check=[*HealthCheck])
 @given(drawn=drawn_graphs())
 def test_drawn_graphs_equal_eager(drawn: DrawnGraph) -> None:
-    """A graph with generated kernels gives what it gives without, in float64, and expands to the same calls."""
+    """A drawn graph with generated kernels equals the plain graph in float64, and expands to the same calls."""
     generated = generate_kernels({"drawn": drawn.graph_module}, None, "A drawn graph.")["drawn"]
     groups = [node for node in generated.graph.nodes if STANDS_FOR in node.meta]
     event(f"{len(groups)} kernels")
@@ -66,7 +66,7 @@ def test_drawn_graphs_equal_eager(drawn: DrawnGraph) -> None:
 
 
 def _graph(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """A function of ATen calls as a graph with fake values, operators as they are called."""
+    """Return a function of ATen calls as a graph with fake values."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = [fx.Proxy(graph.placeholder(f"x{index}"), tracer) for index in range(len(inputs))]
@@ -147,7 +147,7 @@ def _relu_backward(grad: Any, x: Any, dims: list[int]) -> tuple[Any, Any, Any]:
 def test_a_bias_gradient_is_summed_where_it_is_computed(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums over long leading dims are part of the kernel that computes what they sum, the same every time."""
+    """Sums over long leading dims join the kernel of their operand, with deterministic results."""
     monkeypatch.setattr(source, "_SPLIT_PROGRAMS", 8)
     grad, x = (torch.randn(shape).to(dtype) for _ in range(2))
     inputs, dims = (grad, x), list(range(len(shape) - 1))
@@ -172,7 +172,7 @@ def test_a_bias_gradient_is_summed_where_it_is_computed(
 @settings(suppress_health_check=[*HealthCheck], max_examples=30)
 @given(drawn=drawn_graphs())
 def test_drawn_graphs_with_split_sums_equal_eager(drawn: DrawnGraph) -> None:
-    """Sums over leading dims are split for tiles that hold next to nothing, and results are the same."""
+    """Sums over leading dims that are split for tiny tiles keep the results."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "MAX_COLUMNS", 16)
         patch.setattr(source, "_TILE", 4)
@@ -187,7 +187,7 @@ def test_drawn_graphs_with_split_sums_equal_eager(drawn: DrawnGraph) -> None:
 
 
 def test_what_is_saved_is_what_is_counted() -> None:
-    """The launches and bytes that groups are said to save are those that the program no longer has."""
+    """The launches and bytes that groups claim to save are missing from the program with kernels."""
     graph = _graph(
         lambda x, y: _aten.mul.Tensor(_aten.tanh.default(x), _aten.add.Tensor(x, y)), *[torch.ones(6, 8)] * 2
     )
@@ -198,7 +198,7 @@ def test_what_is_saved_is_what_is_counted() -> None:
 
 
 def test_the_device_decides() -> None:
-    """Two readers of one value are one kernel where a launch costs time, and bytes alone say the same."""
+    """Two readers of one value become one kernel if a launch costs time, and stay apart by bytes alone."""
     graph = _graph(lambda x: (_aten.tanh.default(x), _aten.neg.default(x)), torch.ones(6, 8))
     assert [len(group) for group in _groups(_generate(graph, device("h100_sxm")))] == [2]
     assert [len(group) for group in _groups(_generate(graph))] == [2]
@@ -207,7 +207,7 @@ def test_the_device_decides() -> None:
 
 
 def test_results_come_before_what_reads_them() -> None:
-    """A call is left out of a group where the group would read what is computed from the group's own result."""
+    """A call stays out of a group if the call depends on the group's own result."""
 
     def function(x: Any, w: Any) -> Any:
         first = _aten.tanh.default(x)
@@ -221,7 +221,7 @@ def test_results_come_before_what_reads_them() -> None:
 
 
 def test_random_numbers_keep_their_order() -> None:
-    """No operator that draws random numbers is part of a kernel, and calls of those that do keep their order."""
+    """Operators that draw random numbers stay out of kernels, and keep their order."""
     assert not [target for target in (*POINTWISE, *REDUCTIONS, *VIEWS, *CONSTANTS) if draws_numbers(target)]
 
     def function(x: Any) -> Any:
@@ -235,7 +235,7 @@ def test_random_numbers_keep_their_order() -> None:
 
 
 def test_no_operator_of_a_kernel_writes() -> None:
-    """No operator of a kernel writes over anything, and a graph with an operator that does is left as it is."""
+    """No kernel contains an operator that writes in place, and a graph with a write stays unchanged."""
     assert not [target for target in (*POINTWISE, *REDUCTIONS, *VIEWS, *CONSTANTS) if target._schema.is_mutable]
 
     def function(x: Any, y: Any) -> Any:
@@ -247,7 +247,7 @@ def test_no_operator_of_a_kernel_writes() -> None:
 
 
 def test_a_value_beside_its_transpose_is_read_as_a_view() -> None:
-    """x + x.T has no loops in which x is read at one place; it is computed without a kernel, and right."""
+    """x + x.T is computed without a kernel, because no loop reads x at one place."""
     x = torch.randn(6, 6)
     graph = _graph(lambda x: _aten.tanh.default(_aten.add.Tensor(x, _aten.t.default(x))), x)
     generated = _generate(graph)

@@ -1,4 +1,4 @@
-"""Values that parameters alone decide are computed once for all micro-batches, within memory, and no others are."""
+"""Values that depend on parameters alone are computed once for all micro-batches, within memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gathers(phase: fx.GraphModule | None) -> list[fx.Node]:
 
 
 def gathered(phase: fx.GraphModule | None) -> int:
-    """How many values are gathered, each by itself or in a bucket."""
+    """Count the gathered values, alone or in buckets."""
     sent = [node.all_input_nodes[0] for node in gathers(phase)]
     return sum(len(item.all_input_nodes) if item.target is torch.ops.aten.cat.default else 1 for item in sent)
 
@@ -58,7 +58,7 @@ def sources(node: fx.Node) -> set[fx.Node]:
 
 
 def test_weights_are_gathered_once() -> None:
-    """Gathers of weights are in their own phase; each that is left in the forward is of the batch."""
+    """Gathers of weights move to a phase of their own, and the forward keeps only gathers of the batch."""
     before, after = alone(LLAMA, SHARDED), phased_of(LLAMA, SHARDED)
     verify_phases(after)
     slots = after.lowered.inputs
@@ -77,7 +77,7 @@ def test_weights_are_gathered_once() -> None:
 
 @pytest.mark.parametrize("layout", ["ZeRO-3", "mixed precision", "offloaded"])
 def test_numbers_keep_their_bits(layout: str) -> None:
-    """Two micro-batches on every rank, with and without what they share."""
+    """Two micro-batches have equal bits with and without shared values on every rank."""
     traced, shared = program_of(LLAMA, layout), phased_of(LLAMA, layout)
     assert held(shared) > 0
     run = run_of(alone(LLAMA, layout), FAMILIES[LLAMA]()[1])
@@ -86,7 +86,7 @@ def test_numbers_keep_their_bits(layout: str) -> None:
 
 
 def test_as_much_is_held_as_fits() -> None:
-    """In more memory more values are held, and the peak is within it; without any to spare, none."""
+    """More memory keeps more values, within the limit; a limit without room keeps no values."""
     phased = alone(LLAMA, SHARDED)
     least, most = (peak_bytes(item, micro_batches=2) for item in (phased, Hoist(2, TIME, ROOMY)(phased)))
     counts = []
@@ -108,14 +108,14 @@ def test_without_a_limit_the_peak_stays() -> None:
 
 
 def test_one_micro_batch_shares_with_none() -> None:
-    """And a call without an optimizer is left as it is."""
+    """One micro-batch shares no values, and a call without an optimizer stays unchanged."""
     phased = alone(LLAMA, SHARDED)
     assert Hoist(1, TIME, ROOMY)(phased) is phased
     assert Hoist(4, TIME, ROOMY)(alone(LLAMA, "tensor")).hoisted is None
 
 
 def test_what_differs_between_micro_batches_is_refused() -> None:
-    """A call of the batch, made once for all."""
+    """A hoisted call that reads the batch is refused."""
     found = hoist_what_differs(phased_of(LLAMA, SHARDED), Random(0))
     assert found is not None
     with pytest.raises(VerificationError, match=r"the hoisted program reads input 'input:.', which may differ between"):

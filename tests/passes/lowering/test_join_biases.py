@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Layers(nn.Module):
-    """Two linear layers with a bias, one of which is read twice before it."""
+    """Two linear layers with a bias; a second reader reads one product before its bias."""
 
     def __init__(self) -> None:
         super().__init__()

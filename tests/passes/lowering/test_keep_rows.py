@@ -1,4 +1,4 @@
-"""Layers of experts keep what came to them for the backward, as far as memory allows; wrong pairs are refused."""
+"""Expert layers keep their received rows for the backward within memory, and wrong pairs are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_room(memory_bytes: int | None) -> PhasedProgram:
 
 @cache
 def plain() -> PhasedProgram:
-    """The program that keeps no rows, its collectives where they stand."""
+    """Return the program without kept rows, with waits directly behind collectives."""
     program, plan = case()
     return lower_program(program, plan, options=LoweringOptions(with_overlap=False))
 
@@ -59,7 +59,7 @@ def calls(graph_module: fx.GraphModule, target: Any) -> list[fx.Node]:
 
 
 def kept(phased: PhasedProgram) -> int:
-    """How many layers keep rows; the others do not."""
+    """Count the layers that keep rows."""
     count = len(calls(phased.forward, kernels.exchanged_experts_keeping))
     targets = Counter(node.target for module in (phased.forward, phased.backward) for node in module.graph.nodes)
     assert targets[kernels.exchanged_experts_kept_backward] == count
@@ -68,7 +68,7 @@ def kept(phased: PhasedProgram) -> int:
 
 
 def test_with_room_all_layers_keep_rows() -> None:
-    """The phases are proven, and the backward reads all that it is given."""
+    """With enough memory all layers keep rows, the phases are proven, and the backward reads every input."""
     phased = with_room(ROOMY)
     assert kept(phased) == LAYERS
     verify_phases(phased)
@@ -77,7 +77,7 @@ def test_with_room_all_layers_keep_rows() -> None:
 
 
 def test_as_many_layers_keep_rows_as_fit() -> None:
-    """The last ones first; the peak stays within the limit. Without one it is no more than without rows."""
+    """In limited memory the last layers keep rows within the limit; without a limit the peak does not grow."""
     all_keep = peak_bytes(KeepRows(1, ROOMY)(plain()))
     found = {limit: KeepRows(1, limit)(plain()) for limit in (0, all_keep - 1, all_keep)}
     assert [kept(phased) for phased in found.values()] == [0, LAYERS - 1, LAYERS]
@@ -88,7 +88,7 @@ def test_as_many_layers_keep_rows_as_fit() -> None:
 
 
 def test_a_layer_that_is_recomputed_keeps_nothing() -> None:
-    """Neither does one whose tokens are made of what is recomputed."""
+    """A recomputed layer, and a layer with recomputed inputs, keep no rows."""
     phased = replace(plain(), backward=copy_of(plain().backward))
     first, _ = calls(phased.backward, kernels.exchanged_experts_backward)
     tokens: Any = first.args[1]
@@ -114,7 +114,7 @@ WRONG: dict[str, Callable[[Args, Args], Args]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("place", range(LAYERS))
 def test_a_wrong_pair_is_refused(wrong: str, place: int) -> None:
-    """A call of the backward takes what its own layer kept."""
+    """A backward call that reads the rows of another layer is refused."""
     right = KeepRows(1, ROOMY)(plain())
     phased = replace(right, backward=copy_of(right.backward))
     layers = calls(phased.backward, kernels.exchanged_experts_kept_backward)

@@ -1,4 +1,4 @@
-"""Lowered programs: one text for all ranks, only local operators and collectives, and the same numbers."""
+"""Lowered programs have one text for all ranks, only local operators and collectives, and keep the numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def collectives(phased: PhasedProgram) -> Counter[str]:
 
 
 def global_values(phased: PhasedProgram) -> list[torch.Tensor]:
-    """Drawn values for all placeholders; tangents are ones."""
+    """Return drawn values for all placeholders; tangents are ones."""
     numbers = torch.Generator().manual_seed(3)
     return [
         torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape, generator=numbers)
@@ -76,7 +76,7 @@ def test_every_layout_computes_what_the_trace_computes(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_phases_compute_what_the_joint_program_computes(layout: str) -> None:
-    """Forward, then backward from what was saved, equals the joint program bit for bit."""
+    """The forward, then the backward from the saved values, equals the joint program bit for bit."""
     phased = lowered_with(LAYOUTS[layout])
     values = global_values(phased)
     locals_ = [shard_all(value, slot.spec, MESH) for value, slot in zip(values, phased.lowered.inputs, strict=True)]
@@ -113,13 +113,13 @@ def test_data_parallel_only_reduces() -> None:
 
 
 def test_tensor_parallel_moves_no_weight() -> None:
-    """Weights and their gradients stay where they are."""
+    """Tensor parallelism leaves weights and their gradients in place."""
     phased = large_lowered({"up": P("model"), "down": P(None, "model"), "norm": P()}, P("data"), length=1)
     assert not gathered_weights(phased)
 
 
 def test_fully_sharded_gathers_weights_and_scatters_gradients() -> None:
-    """Each weight is gathered for its products, each of the four gradients arrives by reduce-scatter over both axes."""
+    """Fully sharded data parallelism gathers each weight for its products, and reduce-scatters the four gradients."""
     both = ("data", "model")
     phased = large_lowered({"up": P(both), "down": P(None, both), "norm": P()}, P(both))
     assert gathered_weights(phased)
@@ -138,7 +138,7 @@ class Strided(torch.nn.Module):
 
 
 def test_reads_by_strides_are_refused_where_a_reshard_changed_the_memory() -> None:
-    """Whole on each device the call runs; behind a gather of the columns, whose gaps stay behind, it is refused."""
+    """A read by strides is refused behind a gather of columns, which loses the gaps, and runs on whole values."""
     program = trace(Strided(), (torch.randn(8, 8),), {}, grad=False)
     whole = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints={"weight": P(), "input:0": P()}))
     assert lower_program(program, whole).forward is not None
@@ -158,7 +158,7 @@ class GroupsOfFrames(torch.nn.Module):
 
 
 def test_group_norms_get_memory_in_the_usual_order_where_a_reshard_changed_it() -> None:
-    """They refuse another one; the frames of the one sample that a rank has are a view of it."""
+    """Group norms get memory in usual order behind a reshard, also for frames of a single local sample."""
     mesh, model, x = Mesh({"data": 2}), GroupsOfFrames(), torch.randn(2, 3, 4, 8)
     program = trace(model, (x,), {}, grad=False)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"input:0": P(), "output:0": P("data")}))

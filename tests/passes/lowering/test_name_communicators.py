@@ -44,7 +44,7 @@ def kinds_of(graph_module: fx.GraphModule | None) -> set[str]:
 
 
 def purposes_of(graph_module: fx.GraphModule) -> set[str]:
-    """The purposes of what a phase sends."""
+    """Return the purposes of a phase's messages."""
     return {kind.split()[1] for kind in kinds_of(graph_module)}
 
 
@@ -88,7 +88,7 @@ def test_an_update_gathers_parameters() -> None:
 
 
 def test_values_keep_the_axis_own() -> None:
-    """Activations of tensor parallelism, but not a gradient that is reduced over one axis and then over another."""
+    """Activations of tensor parallelism have their own purpose, but gradients reduced over two axes do not."""
     found = phased("tensor")
     assert "values" in purposes_of(found.forward)
     assert kinds_of(found.backward) == {"reduce_scatter_tensor gradients", "all_reduce gradients"}

@@ -1,4 +1,4 @@
-"""Gradients travel in 16 bits where the user asks for it, and nothing else does."""
+"""Gradients travel in 16 bits on the user's request; no other value does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sent_bytes(graph_module: fx.GraphModule, purpose: str) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_half_as_large_on_the_wire(layout: str) -> None:
-    """In the backward of every layout, and in the update; the proof holds."""
+    """The wire bytes of gradients halve in the backward of every layout and in the update, and the proof holds."""
     before, after = phased(layout), narrowed(layout)
     verify_phases(after)
     sent = sent_bytes(before.backward, "/gradients")
@@ -45,7 +45,7 @@ def test_gradients_are_half_as_large_on_the_wire(layout: str) -> None:
 
 
 def test_narrowed_gradients_come_in_buckets() -> None:
-    """Narrowed gradients have buckets of their own, as their group is another; the proof holds."""
+    """Narrowed gradients have buckets of their own in another group, and the proof holds."""
     found = overlapped(narrowed("data"))
     verify_phases(found)
     packed = [node for node in found.backward.graph.nodes if node.target is _aten.cat.default]
@@ -81,13 +81,13 @@ def largest_not_sum(graph: fx.Graph) -> None:
 
 
 def other_axis(graph: fx.Graph) -> None:
-    """Over the other axis of the mesh."""
+    """Reduce over the other axis of the mesh."""
     start = first(graph, torch.ops._c10d_functional.all_reduce.default)
     start.args = (*start.args[:-1], "model/narrow_gradients")
 
 
 def another_gradient(graph: fx.Graph) -> None:
-    """A gradient is returned in the place of another."""
+    """Return a gradient in the place of another gradient."""
     wide: list[Any] = [node for node in graph.nodes if node.kwargs.get("dtype") is torch.float32]
     wide[0].replace_all_uses_with(wide[1])
 
@@ -96,7 +96,7 @@ def another_gradient(graph: fx.Graph) -> None:
     "mutate", [no_rounding, no_way_back, another_operator, largest_not_sum, other_axis, another_gradient]
 )
 def test_what_is_more_than_rounding_is_refused(mutate: Any) -> None:
-    """The proof reads a narrowed gradient only as the sum that it rounds."""
+    """A narrowed gradient that is not the rounded sum is refused."""
     found = narrowed("tensor")
     backward = copy_of(found.backward)
     mutate(backward.graph)

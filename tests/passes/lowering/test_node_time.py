@@ -1,4 +1,4 @@
-"""Times of nodes, by which lowering orders them."""
+"""Lowering orders nodes by their predicted times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 def test_what_moves_nothing_takes_no_time() -> None:
-    """Views, and one result of several; without a cluster, others take as long as they move bytes."""
+    """Views and items take no time; without a cluster the time of a node follows from its bytes."""
     graph, value = fx.Graph(), torch.empty(4, 2, device="meta")
     x = graph.placeholder("x")
     free = [

@@ -25,13 +25,13 @@ MESH = Mesh({"x": 2})
 
 @dataclass(frozen=True)
 class Watch:
-    """A newcomer's pass: it counts the nodes of a forward, and may spoil the phases."""
+    """A pass that counts the nodes of a forward, and may spoil the phases."""
 
     seen: list[int] = field(default_factory=list)
     spoils: bool = False
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases as they are, or with a value scaled."""
+        """Return the phases unchanged, or with one value scaled."""
         self.seen.append(len(phased.forward.graph.nodes))
         return spoiled(phased) if self.spoils else phased
 
@@ -58,7 +58,7 @@ def compile_layer() -> autoshard.ShardedModule:
 
 
 def test_an_entry_is_all_that_a_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that are predicted and programs that run have been through it."""
+    """A pass in the tuple runs on predicted programs and on executed programs."""
     watch = Watch()
     with_entry(monkeypatch, watch)
     compile_layer()(torch.ones(4, 8))
@@ -75,7 +75,7 @@ def test_a_new_pass_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_entries_of_one_moment_stand_together() -> None:
-    """In the order in which the moments come."""
+    """Passes of one stage stand together, in the order of the stages."""
     assert [moment for moment, _ in groupby(when for when, _ in ORDER)] == list(Moment)
 
 

@@ -1,4 +1,4 @@
-"""Sends and receives are put in for what stages on different ranks tell each other; nothing else changes."""
+"""Sends and receives between stages on unlike ranks are inserted into a schedule, which stays otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.lowering.order_pipeline import order_pipeline
 
 @given(st.sampled_from([*SCHEDULES]), st.integers(1, 4), st.integers(2, 3))
 def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, rounds: int) -> None:
-    """In its order, pairs that run as one included."""
+    """A rank computes its tasks in the order of the schedule, including paired tasks."""
     shape = (schedule, ranks, ranks * rounds, SCHEDULES[schedule].numbers_of_stages(2)[-1])
     computes = [
         [tuple(map(str, slot)) for slot in slots if not slot[0].work.is_transfer]
@@ -25,7 +25,7 @@ def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, round
 
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.is_v])
 def test_stages_on_one_rank_send_each_other_nothing(schedule: str) -> None:
-    """The last rank of a V has both middle stages; one of three boundaries of four stages needs no transfer."""
+    """Stages on one rank exchange no messages; a V with four stages has transfers at two of three boundaries."""
     assert _transfers(order_pipeline(schedule, 2, 4, 2)) == 2 * 2 * 2 * 4  # boundaries, ends, directions, micro-batches
     assert _transfers(order_pipeline(schedule, 1, 4, 2)) == 0
 

@@ -33,7 +33,7 @@ def sends(phased: PhasedProgram) -> int:
 
 
 def test_where_nothing_runs_beside_communication_buckets_are_few() -> None:
-    """Ranks of one machine are busy with what they send; those of several hosts wait for it."""
+    """Ranks of one machine have few buckets, because no computation runs beside communication."""
     phased = fully_sharded()
     alone, beside = (
         overlapped(phased, LoweringOptions(memory_bytes=math.inf, cluster=item)) for item in (ONE_MACHINE, HOSTS)
@@ -44,7 +44,7 @@ def test_where_nothing_runs_beside_communication_buckets_are_few() -> None:
 
 
 def order_of(phased: PhasedProgram) -> list[str]:
-    """The products of a backward, and the starts of what other ranks read at once, in order."""
+    """Return the products of a backward, and the starts of collectives, in order."""
     found = []
     for node in phased.backward.graph.nodes:
         if "mm" in node.name:
@@ -55,7 +55,7 @@ def order_of(phased: PhasedProgram) -> list[str]:
 
 
 def test_where_nothing_runs_beside_communication_calls_that_compute_keep_their_order() -> None:
-    """Elsewhere gradients of weights come behind what starts without them."""
+    """Calls keep their order on one machine; on several hosts gradients of weights follow calls that start messages."""
     phased = plain("gpt", "tensor")
     for in_flight in ALONE[: -len(BESIDE)]:
         made = phased
@@ -73,7 +73,7 @@ def test_memory_has_the_last_word() -> None:
 
 
 def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
-    """A share of the peak each, where the budget has room."""
+    """Buckets without computation beside them may take a share of the peak each, within the budget."""
     phased = of_one_batch("gpt", "ZeRO-1")
     made = [overlapped(phased, LoweringOptions(memory_bytes=math.inf, cluster=item)) for item in (ONE_MACHINE, HOSTS)]
     alone, beside = (peak_bytes(item) / peak_bytes(phased) - 1 for item in made)
@@ -91,7 +91,7 @@ def test_overlap_is_that_of_the_links() -> None:
 
 @pytest.mark.parametrize(("local", "nodes"), [("4", 1), ("2", 2), ("1", 4), ("3", 1), (None, 1)])
 def test_hosts_of_a_run_are_known(monkeypatch: pytest.MonkeyPatch, local: str | None, nodes: int) -> None:
-    """The number of hosts follows from the variables of `torchrun`, if it starts as many processes on each."""
+    """The number of hosts follows from `torchrun`'s variables if each host has equally many processes."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:

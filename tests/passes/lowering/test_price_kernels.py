@@ -1,4 +1,4 @@
-"""Plans with `backend="triton"` are priced with the kernels that run, and say which these are."""
+"""Plans with `backend="triton"` are priced with their kernels, and list the kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Head(nn.Module):
 
 
 class PostNorm(nn.Module):
-    """A layer whose norm reads what was added, with members named as BERT's are."""
+    """A layer with post-norms, whose members have BERT's names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ def block() -> Plan:
 
 
 def test_a_llama_block_is_priced_with_its_kernels(block: Plan) -> None:
-    """Launches and bytes are those counted on the programs; at most half, and 70 %, are left, and the step is faster.
+    """A Llama block has half the launches and 70 % of the bytes by its kernels, as counted on the programs.
 
-    The step takes the kernels' time, and is without the time of the calls that they stand for.
+    The step time has the kernels in place of the replaced calls.
     """
     lowered, kernels = llama_block(hidden=512, length=256), block.predicted.kernels
     assert Traffic(kernels.launches_without, kernels.memory_bytes_without) == count_both(lowered)[0]
@@ -88,7 +88,7 @@ def test_a_llama_block_is_priced_with_its_kernels(block: Plan) -> None:
 
 
 def test_plans_with_kernels_hide_collectives() -> None:
-    """Buckets of gradients run beside kernels, and each rank sends the same bytes as without kernels."""
+    """Gradient buckets run beside kernels, and each rank sends the bytes of a plan without kernels."""
     mesh = Mesh({"data": 4})
     program = blocks_program(batch=256, length=512, hidden=1024, count=3)
     plain, fused = (
@@ -103,7 +103,7 @@ def test_plans_with_kernels_hide_collectives() -> None:
 
 
 def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
-    """On a mesh no call goes more than once, and nothing that is left is counted twice."""
+    """On a mesh each call is in one kernel at most, and remaining calls count once."""
     plan = autoshard.plan(alike(3), CLUSTER.mesh({"x": 2}), example_inputs=batch(), backend="triton", precision=None)
     kernels, gone = plan.predicted.kernels, dict[str, float]()
     for use in kernels.uses:
@@ -115,7 +115,7 @@ def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
 
 
 def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
-    """A deep model planned without its inner blocks launches and moves what the whole does; files and print say so."""
+    """A plan without inner blocks counts the launches and bytes of the whole model; its files and print say so."""
     arguments: Mapping[str, Any] = {"example_inputs": batch(), "precision": None}
     model = alike(10)
     plan = autoshard.plan(model, CLUSTER.mesh({"x": 2}), **arguments, backend="triton")
@@ -142,7 +142,7 @@ def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
 
 
 def test_explanations_compare_plans_with_their_kernels() -> None:
-    """Each alternative is priced as planning with it as a constraint is, with kernels."""
+    """An explanation's alternative has the price of a plan with the alternative as a constraint, with kernels."""
     arguments: Mapping[str, Any] = {"example_inputs": (torch.ones(8, 16),), "backend": "triton"}
     plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), **arguments)
     found = plan.explain("scale")
@@ -153,7 +153,7 @@ def test_explanations_compare_plans_with_their_kernels() -> None:
 
 
 def test_products_within_kernels_are_priced() -> None:
-    """The kernels of a head and its loss take no less than their products of matrices: one, and three behind."""
+    """The kernels of a head and its loss take at least their products: one forward, three backward."""
     head, hidden = nn.Linear(256, 8192, bias=False), torch.randn(512, 256, requires_grad=True)
     targets = torch.randint(0, 8192, (512,))
     model = Head(head)
@@ -166,7 +166,7 @@ def test_products_within_kernels_are_priced() -> None:
 
 
 def test_kernels_of_one_operator_are_named() -> None:
-    """A norm's kernels stand for one call each, and are listed beside those of groups."""
+    """A norm's kernels replace one call each, and are listed beside the groups."""
     model = nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), Scaled())
     one = Cluster("h100_sxm", nodes=1, devices_per_node=1)
     plan = autoshard.plan(
@@ -178,7 +178,7 @@ def test_kernels_of_one_operator_are_named() -> None:
 
 
 def test_groups_are_shown() -> None:
-    """A parameter's explanation names the kernel that reads it, what that stands for and what it saves; JSON too."""
+    """A parameter's explanation names the reading kernel, its calls and its savings, in text and JSON."""
     plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), example_inputs=(torch.ones(8, 16),))
     found = plan.explain("scale")
     assert found.kernels
@@ -189,12 +189,12 @@ def test_groups_are_shown() -> None:
 
 
 def test_products_are_in_no_group() -> None:
-    """Nothing is generated for a table that is only looked up."""
+    """A looked-up table is in no generated kernel."""
     assert make_plan().explain("table.weight").kernels == ()
 
 
 def test_members_named_in_capitals() -> None:
-    """A kernel that takes parameters with capitals in their names is priced, as any is: fx names placeholders anew."""
+    """Kernels with parameters of capital names are priced, although fx renames placeholders."""
     inputs = (torch.randn(8, 64),)
     plan = autoshard.plan(PostNorm(), Cluster.of(H100, 1, devices_per_node=1), example_inputs=inputs, backend="triton")
     assert "triton_bias_add_layer_norm" in {use.name for use in plan.predicted.kernels.uses}

@@ -1,4 +1,4 @@
-"""For a compiler that fuses, a backward computes pointwise values again: fewer bytes are saved."""
+"""For a compiler with fusion, a backward recomputes pointwise values, so that fewer bytes are saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESH = Mesh({"data": 2})
 
 
 def phases(name: str) -> tuple[Any, Any, PhasedProgram, PhasedProgram]:
-    """A model, its batch, and its phases as they are and with least saved."""
+    """Return a model, its batch, and its phases before and after the pass."""
     model, batch = MODELS[name](2)
     program = trace(model, (), batch)
     options = PlanOptions(constraints={"input:*": P("data")}, with_baselines=False)
@@ -47,7 +47,7 @@ def saved_bytes(phased: PhasedProgram) -> int:
     ("name", "most"), [("gpt2", 0.85), ("llama", 0.7), pytest.param("bert", 0.85, marks=pytest.mark.slow)]
 )
 def test_less_is_saved(name: str, most: float) -> None:
-    """Activations, gates, norms' products and residual sums are computed again; the gradients are the same."""
+    """Activations, gates, norms and residual sums are recomputed with equal gradients."""
     model, batch, whole, least = phases(name)
     verify_phases(least)
     assert saved_bytes(least) <= most * saved_bytes(whole)

@@ -1,4 +1,4 @@
-"""The program of a whole step is cut in three, and no wrong one of it is accepted."""
+"""The program of a whole step is cut into three phases, and wrong cuts are refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_call_that_the_step_does_not_make_is_refused_in_the_update() -> None:
 
 
 def test_a_missing_update_is_refused() -> None:
-    """And results of the update in another order."""
+    """A missing update, and updates in wrong order, are refused."""
     with pytest.raises(VerificationError, match="12 updates, not None"):
         verify_phases(dataclasses.replace(phased(), update=None))
     with pytest.raises(VerificationError, match="update_outputs"):
@@ -97,7 +97,7 @@ def test_a_missing_update_is_refused() -> None:
 
 
 def test_what_is_updated_lies_like_what_it_updates() -> None:
-    """A parameter that comes back split where it was whole."""
+    """A parameter that comes back with another spec is refused."""
     lowered = phased().lowered
     index = next(i for i, slot in enumerate(lowered.outputs) if slot.slot.name == "first.weight")
     outputs = list(lowered.outputs)

@@ -1,4 +1,4 @@
-"""Gathers of parameters start ahead of the layer that reads them, in buckets, and memory stays within the plan's."""
+"""Gathers of parameters start ahead of their layer, in buckets, within the plan's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = BucketCollectives(end_bytes=64, least_bytes=128, most_bytes=128)
 
 @cache
 def ahead(family: str, layout: str, by: int = 1, bucket: BucketCollectives | None = None) -> PhasedProgram:
-    """The program with its gathers moved, in buckets or each by itself."""
+    """Return the program with its gathers started early, in buckets or alone."""
     apart = StartAhead(by=None)(WaitLate()(of_one_batch(family, layout)))
     return StartAhead(by=by)(apart if bucket is None else bucket(apart))
 
@@ -45,7 +45,7 @@ def places_of(starts: list[fx.Node]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("by", [0, 1, 2])
 def test_a_gather_starts_just_before_one_before_it_is_waited_for(by: int) -> None:
-    """So many ahead, and no more than these are under way at once."""
+    """A gather starts just before the wait for an earlier gather, with a limit of gathers in flight."""
     made = StartAhead(by=by)(StartAhead(by=None)(WaitLate()(gathered_blocks())))
     for phase in [item for item in (made.forward, made.backward) if gathers(item)]:
         places = places_of(gathers(phase))
@@ -54,7 +54,7 @@ def test_a_gather_starts_just_before_one_before_it_is_waited_for(by: int) -> Non
 
 
 def test_the_first_starts_at_the_head() -> None:
-    """Behind nothing but what packs it."""
+    """The first gathers start at the beginning, behind their packing alone."""
     nodes = [node for node in ahead("llama", "ZeRO-3").backward.graph.nodes if node.op != "placeholder"]
     assert nodes.index(gathers(ahead("llama", "ZeRO-3").backward)[0]) <= 3
 
@@ -70,7 +70,7 @@ def test_bits_stay(family: str, layout: str, bucket: BucketCollectives | None) -
 
 
 def test_gathers_come_into_buckets() -> None:
-    """Over each of two axes; without the first step, which brings all starts to the head, next to none do."""
+    """Gathers over each of two axes form buckets; without the first pass nearly no gather is in a bucket."""
     plainly, made = of_one_batch("llama", "ZeRO-3"), ahead("llama", "ZeRO-3", 1, BucketCollectives())
     for before, after in ((plainly.forward, made.forward), (plainly.backward, made.backward)):
         groups = {str(node.args[-1]) for node in gathers(before)}
@@ -78,7 +78,7 @@ def test_gathers_come_into_buckets() -> None:
 
 
 def test_layers_are_gathered_a_few_at_a_time_within_the_memory() -> None:
-    """Blocks that are split over four ranks: all buckets but those of the first block are sent beside products."""
+    """Blocks split over four ranks send every bucket beside products, except for the first block's buckets."""
     phased = gathered_blocks()
     made = overlapped(phased)
     verify_phases(made)
@@ -92,7 +92,7 @@ def test_layers_are_gathered_a_few_at_a_time_within_the_memory() -> None:
 
 
 def test_where_memory_is_short_gathers_stay() -> None:
-    """The pass is not applied where more would be in memory than the program needs without it."""
+    """Gathers stay in place if early gathers would raise the peak."""
     phased = gathered_blocks()
     everything = replace(phased, forward=StartAhead(by=None)(WaitLate()(phased)).forward)
     far = StartAhead(by=9)(everything)
@@ -101,7 +101,7 @@ def test_where_memory_is_short_gathers_stay() -> None:
 
 @pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-3"])
 def test_a_gather_above_the_update_is_refused(layout: str) -> None:
-    """It would gather the parameter as it was."""
+    """A gather in front of the parameter's update is refused, because it would gather the old value."""
     made = WaitLate()(plain("llama", layout))
     assert made.update is not None
     wrong = copy_of(made.update)

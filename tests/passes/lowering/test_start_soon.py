@@ -1,4 +1,4 @@
-"""Collectives of values start as soon as what they send is computed; what needs neither computes meanwhile."""
+"""Collectives of values start once their input exists, and independent calls compute meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.passes.lowering.overlapped import calls, differ, plain
 
 
 def products_beside(graph_module: fx.GraphModule) -> int:
-    """How many products stand between the start of a collective of values and the wait for it, all in all."""
+    """Count the products between the start and the wait of each collective of values."""
     nodes = list(graph_module.graph.nodes)
     places = {node: place for place, node in enumerate(nodes)}
     products = [place for place, node in enumerate(nodes) if "mm" in str(node.target)]
@@ -28,7 +28,7 @@ def products_beside(graph_module: fx.GraphModule) -> int:
 
 @pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "tensor and sequence")])
 def test_gradients_of_weights_are_computed_beside_those_of_inputs(family: str, layout: str) -> None:
-    """Under tensor parallelism; waiting late alone leaves most of these products before the start."""
+    """Under tensor parallelism gradients of weights are computed during collectives of gradients of inputs."""
     late = WaitLate()(plain(family, layout))
     made = StartSoon()(late)
     verify_phases(made)
@@ -55,7 +55,7 @@ def test_one_value_at_the_end_does_not_bring_the_chain_ahead_of_reductions() -> 
 
 
 def test_inputs_of_a_phase_keep_their_order() -> None:
-    """They are taken by place."""
+    """Inputs of a phase keep their positions."""
     phased = WaitLate()(plain("gpt", "tensor"))
     for before, after in ((item, getattr(StartSoon()(phased), name)) for name, item in phased.phases.items()):
         names = [[node.name for node in phase.graph.find_nodes(op="placeholder")] for phase in (before, after)]
@@ -63,6 +63,6 @@ def test_inputs_of_a_phase_keep_their_order() -> None:
 
 
 def test_memory_stays() -> None:
-    """Values that are held longer count."""
+    """The pass counts the longer lives of values, and keeps the peak of memory."""
     phased = plain("gpt", "tensor")
     assert peak_bytes(overlapped(phased)) <= peak_bytes(phased)

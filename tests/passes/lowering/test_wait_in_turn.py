@@ -1,4 +1,4 @@
-"""Gradients that are reduced over one axis and then over another: both in buckets, and both beside computation."""
+"""Gradients reduced over one axis and then over another are bucketed and overlapped on both axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = BucketCollectives(end_bytes=64, least_bytes=128, most_bytes=128)
 
 @cache
 def twice_reduced() -> PhasedProgram:
-    """Blocks whose batch is split over two axes: each gradient is reduced over both, one after the other."""
+    """Return a program of blocks with the batch split over two axes, so each gradient is reduced twice."""
     mesh, constraints = Mesh({"x": 2, "y": 2}), {"*.weight": P(), "*.bias": P(), "input:0": P(("x", "y"))}
     program = blocks_program(batch=2**14, length=1, hidden=1024, count=6)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
@@ -50,7 +50,7 @@ def by_group(graph_module: fx.GraphModule) -> dict[str, list[fx.Node]]:
 
 
 def test_all_reductions_of_a_gradient_come_into_buckets() -> None:
-    """Scattered over one axis, reduced over the other, gathered over the first; next to none, each where it stood."""
+    """Gradients scattered over one axis, reduced over the other and gathered over the first are bucketed at each."""
     phased = twice_reduced()
     before, after = by_group(phased.backward), by_group(made_of(phased).backward)
     assert set(before) == set(after) == {"x/gradients", "y/gradients"}
@@ -58,7 +58,7 @@ def test_all_reductions_of_a_gradient_come_into_buckets() -> None:
 
 
 def test_what_follows_runs_beside_computation() -> None:
-    """Only the last few of each kind start when all products are done."""
+    """The second reductions run beside computation, except for the last few of each kind."""
     nodes = list(made_of(twice_reduced()).backward.graph.nodes)
     last = max(place for place, node in enumerate(nodes) if "mm" in str(node.target))
     for target in (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER):
@@ -72,7 +72,7 @@ def test_what_follows_runs_beside_computation() -> None:
 @pytest.mark.parametrize("bucket", [SMALL, BucketCollectives()])
 @pytest.mark.parametrize("most_held", [None, 1])
 def test_bits_stay(family: str, layout: str, bucket: BucketCollectives, most_held: int | None) -> None:
-    """With buckets of any size, however many are under way, of two micro-batches."""
+    """Buckets of any size and any number in flight keep the bits of two micro-batches."""
     made = WaitInTurn(most_held)(StartAhead()(bucket(apart(plain(family, layout)))))
     verify_phases(made)
     assert differ(family, layout, made) == []

@@ -20,7 +20,7 @@ PROGRAMS = [("gpt", "tensor"), ("llama", "ZeRO-3"), ("mixture", "two axes")]
 
 @pytest.mark.parametrize(("family", "layout"), PROGRAMS)
 def test_only_the_order_of_calls_changes(family: str, layout: str) -> None:
-    """Collectives start in the order that they had, but for returned ones of what others gave, and all bits stay."""
+    """Collectives keep their order, except for chained collectives of results, and all bits stay."""
     phased = plain(family, layout)
     made = WaitLate()(phased)
     verify_phases(made)
@@ -31,7 +31,7 @@ def test_only_the_order_of_calls_changes(family: str, layout: str) -> None:
 
 
 def test_gradients_are_waited_for_when_the_backward_has_computed_them_all() -> None:
-    """Behind the last wait of which a result is only returned, nothing is computed but views and such waits."""
+    """Behind the last wait of a returned gradient only views and further waits follow."""
     nodes = list(WaitLate()(plain("gpt", "tensor")).backward.graph.nodes)
     returned = [node for node in nodes if is_wait(node) and all(user.op == "output" for user in node.users)]
     assert len(returned) > 5
@@ -40,7 +40,7 @@ def test_gradients_are_waited_for_when_the_backward_has_computed_them_all() -> N
 
 
 def test_a_wait_behind_its_reader_is_refused() -> None:
-    """In a phase, as in the program as a whole."""
+    """A wait behind its reader is refused, in a phase and in the whole program."""
     made = WaitLate()(plain("gpt", "tensor"))
     graph_module = copy_of(made.backward)
     wait = next(node for node in graph_module.graph.nodes if is_wait(node) and _reader(node).op != "output")
@@ -56,7 +56,7 @@ def _starts(graph_module: fx.GraphModule) -> list[tuple[str, object]]:
 
 
 def _is_of_another(node: fx.Node) -> bool:
-    """Whether a collective sends on what another one gave."""
+    """Whether a collective sends the result of another collective."""
     (operand,) = node.all_input_nodes
     while only_moves(operand) and not is_wait(operand):
         operand = operand.all_input_nodes[0]

@@ -21,7 +21,7 @@ MESH = Mesh({"x": 2})
 
 
 class WithHidden(nn.Module):
-    """Returns a value that the loss, and the backward, use as well; as it is or through a view."""
+    """A model that returns a value of its loss and backward, plain or through a view."""
 
     def __init__(self, *, viewed: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_a_split_result_is_handed_out_as_it_lies() -> None:
 
 
 def test_a_row_is_the_usage_at_its_point() -> None:
-    """Whatever is chosen, and wherever."""
+    """A row of the table is the usage at its point, for any choice."""
     planning = problem_of(blocks_program(count=2), Mesh({"x": 2}))
     choice = drawn_choice(planning, 1)
     used = planning.usage(choice)

@@ -1,4 +1,4 @@
-"""The memory of lowered programs, and the count of a search beside it."""
+"""The memory of lowered programs, compared with the count of a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_count_of_a_search_is_near(seed: int) -> None:
-    """Of plans without reshards inside blocks; with optimizer state beside the parameters, too."""
+    """The count of a search is close for plans without reshards inside blocks, also with optimizer state."""
     for program, ratio in ((blocks_program(count=2), 2.0), (perceptron_program(9), 0.0)):
         planning = problem_of(program, SQUARE, state_bytes_per_parameter_byte=ratio)
         choice = drawn_choice(planning, seed)
@@ -27,7 +27,7 @@ def test_the_count_of_a_search_is_near(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_parts_add_up_to_the_peak(seed: int) -> None:
-    """Whatever the plan."""
+    """The parts of any plan's memory sum to its peak."""
     planning = problem_of(blocks_program(count=3), Mesh({"data": 2, "model": 2}), state_bytes_per_parameter_byte=2.0)
     memory = memory_of_choice(planning, drawn_choice(planning, seed), PlanOptions())
     assert tuple(memory.parts) == PARTS
@@ -36,7 +36,7 @@ def test_the_parts_add_up_to_the_peak(seed: int) -> None:
 
 
 def test_gradients_are_all_of_the_peak_that_grows_with_parameters_alone() -> None:
-    """Of small batches the peak is at the end of the backward, where all gradients are; of large ones, before."""
+    """The peak is at the end of the backward, with all gradients, for small batches, and earlier for large ones."""
     small, large = (
         memory_of_choice(planning, [0] * len(planning.members), PlanOptions()).parts
         for planning in (

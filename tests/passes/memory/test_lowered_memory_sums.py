@@ -71,7 +71,7 @@ def test_micro_batches_hold_the_sums_of_gradients() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_added_where_they_lie(name: str) -> None:
-    """Several micro-batches take the bytes of their gradients' sums more, if gradients are most of the memory."""
+    """Several micro-batches add the bytes of the gradient sums if gradients are most of the memory."""
     program, mesh = tagger(trained=True, rows=2, length=1), Mesh({"x": 2})
     one = peak(program, mesh, LAYOUTS[name])
     several = peak(program, mesh, LAYOUTS[name], micro_batches=4)

@@ -19,7 +19,7 @@ EDGES = [Edge(tail, head, np.zeros((OPTIONS[tail], OPTIONS[head]))) for tail, he
 
 @given(st.data())
 def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
-    """Whatever the choice."""
+    """A row is the usage at its point, for any choice."""
     points = data.draw(st.integers(1, 4))
     usage = MemoryUsage.of(points, data.draw(st.lists(items(points), max_size=5)))
     point = data.draw(st.integers(0, points - 1))
@@ -30,7 +30,7 @@ def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
 
 
 def test_rows_of_a_few_points_are_kept() -> None:
-    """Searches ask for the same few; of many, no more are kept than fit."""
+    """Rows of a few points are kept, up to a limit, because searches read the same points repeatedly."""
     usage = MemoryUsage.of(40, [])
     rows = [row_at(usage, point, {}) for point in range(3)]
     assert all(row_at(usage, point, {}) is row for point, row in enumerate(rows))
@@ -40,7 +40,7 @@ def test_rows_of_a_few_points_are_kept() -> None:
 
 
 def test_a_row_says_nothing_of_variables_and_edges_that_hold_nothing() -> None:
-    """Searches ask for the bytes of variables that may have none."""
+    """A row has zero for variables and edges without memory."""
     row = row_at(MemoryUsage.of(1, []), 0, {})
     assert row.variables.get(0) is None
     assert row.edges.get(0) is None

@@ -1,4 +1,4 @@
-"""Bytes in use at every point, looked up at once, are those of the items one by one."""
+"""Bytes in use at all points, looked up at once, equal a count item by item."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.passes.memory.drawn_items import OPTIONS, items
 
 @given(st.data())
 def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
-    """At each point the sizes of all items whose lifetime holds it; two items may share a table; asked twice."""
+    """Usage at a point is the sum of all living items, also for items of one table and for repeated reads."""
     points = data.draw(st.integers(1, 5))
     found = data.draw(st.lists(items(points), max_size=5))
     found += [UsedBytes(Interval(0, points - 1), item.table, item.variables) for item in found[:1]]
@@ -29,7 +29,7 @@ def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_no_choice_of_what_is_allowed_has_a_lower_peak_than_the_least(data: st.DataObject) -> None:
-    """Whatever is allowed; of a single choice it is the peak."""
+    """No allowed choice has a lower peak than the least peak, which is exact for a single choice."""
     points = data.draw(st.integers(1, 5))
     found = data.draw(st.lists(items(points), max_size=5))
     usage = MemoryUsage.of(points, found)
@@ -43,6 +43,6 @@ def test_no_choice_of_what_is_allowed_has_a_lower_peak_than_the_least(data: st.D
 
 
 def masks(count: int, option: int) -> st.SearchStrategy[list[bool]]:
-    """Masks of so many options that leave one of them."""
+    """Masks of options, each with at least one allowed option."""
     others = st.lists(st.booleans(), min_size=count, max_size=count)
     return others.map(lambda mask: [*mask[:option], True, *mask[option + 1 :]])

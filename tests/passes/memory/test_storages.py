@@ -1,4 +1,4 @@
-"""The count of lowered programs, and of what reshards and calls need, beside what a tracker sees."""
+"""The count of lowered programs, reshards and calls included, equals a memory tracker."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def model() -> nn.Module:
 
 
 def test_one_rank_uses_what_a_tracker_sees():
-    """Large activations, views, saved values and gradients, with the output held: graphs run as processes run them."""
+    """A rank uses the tracked bytes of activations, views, saved values and gradients, with the output alive."""
     x = torch.randn(512, 64)
     sharded = autoshard.compile(model(), Mesh({"x": 1}), example_inputs=(x,))
     phased = sharded.program.phased
@@ -37,7 +37,7 @@ def test_one_rank_uses_what_a_tracker_sees():
 
 
 def test_splitting_the_batch_halves_activations():
-    """Parameters stay; what is left of the peak is half on each of two ranks."""
+    """Two ranks with half the batch each have half the peak besides the parameters."""
     x = torch.randn(2**14, 64)
     peaks = {}
     for size, spec in ((1, P()), (2, P("x"))):

@@ -81,7 +81,7 @@ KINDS: Mapping[str, Callable[[], _Step]] = {
 
 @cache
 def programs(kind: str) -> tuple[Program, Program]:
-    """The training step without inner blocks, and with all."""
+    """Return the training step without inner blocks, and with all blocks."""
     with torch.device("meta"):
         step = KINDS[kind]()
     short = tracing.leave_out_blocks(step.model, 2, least=1)
@@ -94,7 +94,7 @@ def programs(kind: str) -> tuple[Program, Program]:
 
 
 def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, cluster: Cluster) -> None:
-    """The plan within a share of the memory of the fastest plan: lowered without inner blocks, and with all."""
+    """Check the memory of a plan in a share of the fastest plan's memory, without inner blocks and with all."""
     short, whole = programs(kind)
     plan = plan_program(short, mesh, cluster, options)
     if share < 1:

@@ -29,7 +29,7 @@ ADAM = UpdateRule("adam_update", ("exp_avg", "exp_avg_sq"), (True, False), ADAM_
 
 
 def test_recipes_of_a_whole_step_lay_out_state() -> None:
-    """Copied, split alone, split with the parameters: each needs less memory than the one before."""
+    """State that is copied, split alone, or split with the parameters needs less memory in this order."""
     model = Perceptron()
     update = Update("AdamW", (UpdateGroup(ADAM, tuple(name for name, _ in model.named_parameters())),))
     rows = torch.empty(8, 16, device="meta")
@@ -55,7 +55,7 @@ def test_recipes_of_a_whole_step_lay_out_state() -> None:
 
 
 def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
-    """HSDP with the batch over both axes, Megatron with the batch over the outer one; the chosen plan is no dearer."""
+    """HSDP splits the batch over both axes, Megatron over the outer axis, and the chosen plan is no dearer."""
     mesh = Mesh({"data": 2, "model": 2})
     rows = torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
@@ -79,7 +79,7 @@ def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
 
 
 def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
-    """Recipes that fit on another mesh are priced there alone; the other recipes are priced on each mesh."""
+    """Recipes that use all axes alike are priced on one mesh; other recipes are priced on each mesh."""
     mesh, rows = Mesh({"data": 2, "model": 2}), torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     flat = plan_program(program, MESH, h100s(MESH), PlanOptions())
@@ -93,7 +93,7 @@ def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
 
 
 def test_recipes_take_the_step_that_they_have_on_the_best_mesh() -> None:
-    """None where they fit on none."""
+    """A recipe takes its step time on the best mesh, or None if the recipe fits on no mesh."""
     steps = ({"a": 2.0, "b": None, "c": None}, {"a": 3.0, "b": 1.0, "c": None})
     assert least_baselines(steps) == {"a": 2.0, "b": 1.0, "c": None}
     assert least_baselines(steps[:1]) is steps[0]
@@ -107,7 +107,7 @@ def test_a_program_without_state_has_no_zero_1() -> None:
 
 
 def test_a_recipe_that_constraints_exclude_is_left_out() -> None:
-    """It is no recipe that does not fit."""
+    """A recipe that contradicts a constraint is left out, and not reported as too large."""
     rows = torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     constraints = {"first.weight": P("data")}
@@ -116,7 +116,7 @@ def test_a_recipe_that_constraints_exclude_is_left_out() -> None:
 
 
 def test_a_plan_before_costs_what_it_did() -> None:
-    """On its own mesh; on a larger one with the same axes it is a choice too, and the search is not worse."""
+    """An earlier plan keeps its cost on its mesh, and a larger mesh with the same axes is searched at least as well."""
     rows = torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     before = plan_program(program, MESH, h100s(MESH), PlanOptions())
@@ -148,7 +148,7 @@ class _Loss(nn.Module):
 
 
 def test_a_recipe_that_hides_more_is_the_plan() -> None:
-    """Data parallelism hides its reductions behind the backward, so it wins among sums that are nearly alike."""
+    """Data parallelism, which hides its reductions behind the backward, wins among nearly equal sums."""
     model = nn.Sequential(_Residual(256), _Residual(256), _Loss())
     program = trace(model, (torch.empty(2048, 256, device="meta"),), update=adamw(model))
     mesh, cluster = Mesh({"x": 2}), Cluster("l4", 1, 2)

@@ -1,4 +1,4 @@
-"""Parameters and gradients priced as they travel, in buckets."""
+"""Parameters and gradients are priced in buckets, as they travel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("kind", [ReshardKind.ALL_GATHER, ReshardKind.REDUCE_SCATTER, ReshardKind.ALL_REDUCE])
 def test_members_share_the_price_of_their_bucket(kind: ReshardKind) -> None:
-    """A piece of 1/64 of a bucket costs 1/64 of it and its own copies; a larger piece costs its price alone."""
+    """A piece of 1/64 of a bucket costs 1/64 of the bucket and its own copies; a larger piece costs its full price."""
     alone = StepPrice(CLUSTER, MESH)
     price = BucketPrice(alone, MIB)
 
@@ -47,7 +47,7 @@ def test_members_share_the_price_of_their_bucket(kind: ReshardKind) -> None:
 
 
 def test_nothing_costs_more_in_buckets() -> None:
-    """No choice costs more than alone; what is found is told with its cost alone, and nothing at other prices."""
+    """No choice costs more in buckets; the search reports only plans at their own costs."""
     rows = torch.empty(64, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     planning = planning_problem(program, MESH, CLUSTER, PlanOptions())
@@ -87,7 +87,7 @@ def _plan() -> Plan:
 
 
 def test_a_layout_of_many_small_gathers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters gathered in buckets are taken where they are faster than activations that the search has sent."""
+    """Gathering many small parameters in buckets is chosen over sending activations, if faster."""
     found = _plan()
     monkeypatch.setattr(pipeline, "solve_in_buckets", lambda *_: None)
     alone = _plan()
@@ -96,7 +96,7 @@ def test_a_layout_of_many_small_gathers_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_cheaper_in_buckets_is_found_whatever_it_costs_alone() -> None:
-    """Data parallelism of many small gradients is no slower where the planner is free than where it is asked for."""
+    """Data parallelism of many small gradients is chosen freely if a constraint to data parallelism would be fast."""
 
     def planned(**options: Any) -> Plan:
         with torch.device("meta"):
@@ -127,7 +127,7 @@ def _h100s(bytes_per_s: float) -> Cluster:
 
 
 def test_gpus_hide_what_they_can() -> None:
-    """At most what they compute meanwhile; CPUs hide nothing."""
+    """GPUs hide at most the time that they compute meanwhile, and CPUs hide nothing."""
     assert hidden_part(*_gathered(Cluster("cpu_laptop", nodes=1, devices_per_node=4))) == 0.0
     slow, fast = (hidden_part(*_gathered(_h100s(speed))) for speed in (1e3, 1e15))
     assert 0 < slow < 0.01
@@ -135,7 +135,7 @@ def test_gpus_hide_what_they_can() -> None:
 
 
 def test_what_is_hidden_costs_that_much_less() -> None:
-    """All hidden, a choice costs what it does without what is sent of parameters and gradients."""
+    """A choice with all parameters and gradients hidden costs its time without their messages."""
     planning, choice = _gathered(_h100s(25e9))
     none, half, all_of_it = (in_buckets(planning, MIB, hidden).cost_of(choice) for hidden in (0.0, 0.5, 1.0))
     assert half == pytest.approx((none + all_of_it) / 2)
@@ -143,7 +143,7 @@ def test_what_is_hidden_costs_that_much_less() -> None:
 
 
 def test_what_hides_is_found() -> None:
-    """Parameters gathered beside computation, in place of activations that it waits for."""
+    """Gathering parameters beside computation is chosen over waiting for activations."""
     with torch.device("meta"):
         model, rows = nn.Sequential(*(Block(2048, 8192) for _ in range(3))), torch.empty(16, 1024, 2048)
     found = autoshard.plan(

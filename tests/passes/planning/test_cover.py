@@ -22,7 +22,7 @@ def _plan() -> Plan:
 
 
 def test_every_call_is_counted_once() -> None:
-    """In one of three groups, the most expensive first; together they take what is predicted, but for joined biases."""
+    """Every call counts in one of three groups, and the groups sum to the predicted time but for joined biases."""
     plan = _plan()
     rows = [row for group in plan.coverage.values() for row in group]
     assert sorted(map(repr, rows)) == sorted(map(repr, plan.operators))
@@ -46,7 +46,7 @@ def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.Mon
 
 
 def test_coverage_is_saved() -> None:
-    """A plan read back says the same; one saved before has none."""
+    """A loaded plan has its coverage; a plan from an older file has no coverage."""
     plan = _plan()
     data = json.loads(json.dumps(plan.to_json()))
     assert Plan.from_json(data).coverage == plan.coverage

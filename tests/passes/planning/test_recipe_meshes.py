@@ -27,7 +27,7 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize(("recipe", "axes"), FITTING)
 def test_a_recipe_lies_on_its_own_meshes(recipe: Recipe, axes: dict[str, int]) -> None:
-    """Ranks that share shards are an axis, and what they copy each other's over is another."""
+    """Ranks that share shards form one axis, and ranks that copy shards form another axis."""
     check_mesh(recipe, Mesh(axes))
     assert Mesh(axes) in meshes_of_recipe(recipe, 4, 4)
 

@@ -1,4 +1,4 @@
-"""Restrictions behind the roles of axes and the questions about them."""
+"""Restrictions for the roles of axes and for questions about roles."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_vectors_have_a_role_only_where_there_is_no_matrix(layer: nn.Module, nam
     ],
 )
 def test_an_axis_is_restricted_where_one_of_its_fields_is_given(recipe: Recipe, restricted: set[str]) -> None:
-    """All others are free."""
+    """A field of a recipe restricts its own axis, and all other axes stay free."""
     axes = dict.fromkeys(("pipeline", "replica", "data", "expert", "context", "model", "mine"), 2)
     recipe = replace(recipe, data=8) if recipe.data else recipe
     assert set(roles_of(recipe, Mesh(axes))) == restricted
 
 
 def test_experts_are_free_where_their_fields_are() -> None:
-    """What data parallelism and tensor parallelism do says nothing of them."""
+    """Fields of data and tensor parallelism leave experts free."""
     roles = roles_of(Recipe(zero=1, tensor=2), Mesh({"data": 2, "model": 2}))
     assert {role.experts for role in roles.values()} == {Experts.FREE}
     assert Experts.FREE.is_split is None
@@ -70,7 +70,7 @@ def test_experts_are_free_where_their_fields_are() -> None:
 
 
 class ClassToken(nn.Module):
-    """A learned row before the rows of each example, as vision transformers have it."""
+    """A learned row in front of the rows of each example, as in vision transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ClassToken(nn.Module):
 
 @pytest.mark.parametrize("role", ["data", "fsdp"])
 def test_a_parameter_that_is_repeated_for_each_example_is_split_with_them(role: str) -> None:
-    """The repeated row is computed from the parameter: the parameter is whole where it is used, its copies are not."""
+    """Copies of a parameter for each example are split with the examples, and the parameter is whole at its use."""
     program = trace(Squares(ClassToken()), (torch.randn(4, 3, 4),))
     planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
     masks = restrict(planning, ROLES[role], "data")

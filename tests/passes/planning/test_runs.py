@@ -1,4 +1,4 @@
-"""A step's price counts what its micro-batches repeat, so gradients are reduced once behind them."""
+"""A step's price counts repetitions in micro-batches, so gradients are reduced once afterwards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan_of(micro_batches: int) -> Plan:
 
 
 def collectives(micro_batches: int) -> dict[str, Counter[str]]:
-    """How many of each kind a phase starts, with everything where it stands."""
+    """Count the collectives of each kind that a phase starts, with all collectives in place."""
     plan = plan_of(micro_batches)
     phased = lower_program(step(), plan, h100s(MESH), LoweringOptions(micro_batches=micro_batches, with_overlap=False))
     return {
@@ -63,7 +63,7 @@ def collectives(micro_batches: int) -> dict[str, Counter[str]]:
 
 
 def test_gradients_of_micro_batches_are_reduced_once() -> None:
-    """Micro-batches reduce their losses alone; each of six gradients is reduced in the update."""
+    """Micro-batches reduce their losses alone, and the update reduces each of six gradients."""
     found = collectives(PARTS)
     assert (found["forward"], found["backward"]) == ({"all_reduce": 1}, {})
     assert sum(number for kind, number in found["update"].items() if "reduce" in kind) == 6

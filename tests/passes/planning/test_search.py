@@ -50,7 +50,7 @@ def chains(draw: st.DrawFn) -> Program:
 
 
 def cheapest(planning: PlanningProblem, limit: float) -> float | None:
-    """The least cost of all choices that fit, by trying every one."""
+    """Return the least cost of all fitting choices by trying every choice."""
     options = [range(len(cost)) for cost in planning.assignment.costs]
     costs = (
         planning.assignment.cost_of(choice) for choice in product(*options) if planning.usage(choice).max() <= limit
@@ -78,7 +78,7 @@ def test_the_search_equals_trying_every_plan(program: Program, share: float) -> 
 @settings(max_examples=5)
 @given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
 def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, share: float) -> None:
-    """No cheaper than the optimum, which is no cheaper than its bound; it may miss what fits in little memory."""
+    """A search that stops at once returns a fitting plan with a true bound, unless memory is scarce."""
     planning = problem_of(program, Mesh({"x": 2}))
     limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
     best = cheapest(planning, limit)
@@ -129,7 +129,7 @@ def test_more_memory_is_never_slower() -> None:
 
 
 def test_large_problems_meet_their_limit_and_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dual search finds a plan under the limit, not below its bound, close to the exact one."""
+    """The dual search finds a plan within the limit and above its bound, close to the exact plan."""
     planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
     limit = 0.7 * float(planning.usage(Search()(planning).choice).max())
     exact = Search(limit)(planning)

@@ -1,4 +1,4 @@
-"""Axes that choose alike: as few as the time allows, and never those that somebody tells apart."""
+"""Axes are tied as little as the time allows, and never if a constraint or a recipe distinguishes the axes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def specs_of(space: SearchSpace) -> list[PartitionSpec]:
 
 
 def test_on_two_axes_nothing_is_tied(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the time."""
+    """Two axes are never tied, whatever the time."""
     for mesh in (Mesh({"a": 4}), Mesh({"a": 2, "b": 2})):
         free = every_strategy(mesh)(prepare(blocks_program()))
         found = space_of(mesh, 0.0)
@@ -67,7 +67,7 @@ def test_four_axes_have_no_more_strategies_than_two(caplog: pytest.LogCaptureFix
 
 
 def test_more_time_ties_less(caplog: pytest.LogCaptureFixture) -> None:
-    """Each level has the strategies of the one before, and more; at last each axis is by itself."""
+    """Each level of more time has more strategies than the previous level, up to free axes."""
     spaces = [space_of(CUBE, seconds) for seconds in (0.5, 1e6)]
     free = every_strategy(CUBE)(prepare(blocks_program()))
     assert count(spaces[0]) < count(spaces[1]) / 3
@@ -78,7 +78,7 @@ def test_more_time_ties_less(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_axes_that_are_told_apart_are_not_tied() -> None:
-    """By a constraint, by the plan before, by a recipe; the order in a spec counts."""
+    """Axes distinguished by a constraint, an earlier plan, a recipe or the order in a spec are not tied."""
     assert tied_levels(TESSERACT)[1:] == [
         (("a", "b"), ("c",), ("d",)),
         (("a", "b", "c"), ("d",)),
@@ -101,7 +101,7 @@ def test_a_constraint_on_one_axis_holds_on_many() -> None:
 
 
 def test_known_recipes_are_priced_on_tied_axes() -> None:
-    """The inner axis is not tied to the others, so none is missing, and they cost as much."""
+    """All known recipes are priced on tied axes at equal costs, because the inner axis stays free."""
     costs = []
     for seconds in (0.5, 1e6):
         options = PlanOptions(time_budget_s=seconds)

@@ -27,7 +27,7 @@ BATCH = {"input:*": P("data"), "*.bias": P()}
 
 
 FEW, MANY = 8, 8192
-"""Rows of a batch: with few, activations are cheaper to move than weights; with many, weights are."""
+"""Rows of a batch, few so that activations are cheaper to move than weights, or many."""
 
 
 @cache
@@ -56,7 +56,7 @@ def planned(constraints: dict[str, PartitionSpec], rows: int, rule: UpdateRule =
     ],
 )
 def test_layouts_have_names(constraints: dict[str, PartitionSpec], layout: str) -> None:
-    """Copies, tensor parallelism, and state that is split where the parameter is not."""
+    """Names tell copies, tensor parallelism, and state split without its parameter apart."""
     plan = planned(constraints, FEW)
     item = plan.parameters["first.weight"]
     assert re.fullmatch(layout, item.layout)
@@ -65,7 +65,7 @@ def test_layouts_have_names(constraints: dict[str, PartitionSpec], layout: str) 
 
 
 def test_what_the_forward_gathers_is_zero_3() -> None:
-    """A batch that is split over the axis that splits the weight needs the whole weight."""
+    """A whole gathered weight with a split batch on the same axis is named ZeRO-3."""
     plan = planned({"*.weight": P("data"), "*:*.weight": P("data")}, MANY)
     assert {plan.parameters[name].layout for name in ("first.weight", "second.weight")} == {
         "ZeRO-3 over data; copied over model"
@@ -76,7 +76,7 @@ def test_what_the_forward_gathers_is_zero_3() -> None:
 
 
 def test_zero_1_and_2_differ_in_the_gradient() -> None:
-    """The name follows how the gradient lies when the backward is through with it."""
+    """The spec of the gradient at the end of the backward decides between ZeRO-1 and ZeRO-2."""
     plan = planned({"*.weight": P(), "*:*.weight": P("data")}, MANY)
     for name in ("first.weight", "second.weight"):
         item = plan.parameters[name]
@@ -85,7 +85,7 @@ def test_zero_1_and_2_differ_in_the_gradient() -> None:
 
 
 def test_without_state_the_update_counts() -> None:
-    """Plain gradient descent keeps nothing; its parameters are updated in pieces all the same, or whole."""
+    """Without optimizer state the update decides the name, in pieces or whole."""
     plan = planned({"*.weight": P("data")}, MANY, SGD)
     assert plan.parameters["first.weight"].state == {}
     assert plan.parameters["first.weight"].layout.startswith("ZeRO-3 over data")

@@ -1,4 +1,4 @@
-"""Predictions exist for every plan, come from one simulated step, and say what they are of."""
+"""Every plan has a prediction from one simulated step, which states its assumptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HIDDEN, LENGTH, BATCH, COUNT, RANKS = 1024, 512, 256, 4, 8
 
 @cache
 def planning_of() -> PlanningProblem:
-    """Blocks that are wide enough for sensible plans, on one node."""
+    """Return the problem of wide blocks on one node."""
     mesh = Mesh({"x": RANKS})
     program = blocks_program(batch=BATCH, length=LENGTH, hidden=HIDDEN, count=COUNT)
     return planning_problem(program, mesh, h100s(mesh), PlanOptions(state_bytes_per_parameter_byte=2))
@@ -54,7 +54,7 @@ def choice_of(constraints: dict[str, PartitionSpec]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_breakdowns_add_up(seed: int) -> None:
-    """To the step and to the peak, whatever the plan, and however the host issues operators."""
+    """Breakdowns sum to the step and to the peak, for any plan, and for any way to issue operators."""
     planning = planning_of()
     for dispatch in ("eager", "graph"):
         found = predicted(planning, drawn_choice(planning, seed), dispatch=dispatch)
@@ -63,7 +63,7 @@ def test_breakdowns_add_up(seed: int) -> None:
 
 
 def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
-    """A step of four micro-batches takes some four times one, in Triton's kernels as without."""
+    """A step of four micro-batches takes nearly four times a single one, with and without Triton's kernels."""
     mesh = Mesh({"x": 2})
     program = blocks_program(batch=8, length=64, hidden=64, count=2)
     one, four = (
@@ -74,7 +74,7 @@ def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
 
 
 def test_small_operators_wait_for_the_host() -> None:
-    """Issued one by one from Python they take as long as the host takes; from a graph, less."""
+    """Small operators issued from Python take the host's time, and less time from a graph."""
     mesh = Mesh({"x": 2})
     planning = planning_problem(blocks_program(), mesh, h100s(mesh), PlanOptions())
     choice = [0] * len(planning.members)
@@ -94,7 +94,7 @@ def test_a_device_that_is_its_own_host_never_waits() -> None:
 
 
 def test_utilisation_counts_the_products_of_the_model() -> None:
-    """Six FLOPs per parameter and token over the peak of all ranks; work that is split evenly is done once."""
+    """Utilisation counts six FLOPs per parameter and token over the peak of all ranks; split work counts once."""
     found = predicted(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
     flops = 6 * COUNT * 8 * HIDDEN**2 * BATCH * LENGTH
     expected = flops / (RANKS * h100s(Mesh({"x": RANKS})).device.peak("bf16") * found.step_time_s)
@@ -115,7 +115,7 @@ def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
 
 
 def test_the_interval_is_about_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the coverage of what bears it out; without that, there is none."""
+    """The interval surrounds the step for a plan with coverage, and is missing otherwise."""
     monkeypatch.setattr(predict_module, "step_time_uncertainty", lambda kind: Uncertainty(0.1, 0.9))
     found = predicted(planning_of(), choice_of(DATA_PARALLEL))
     assert found.step_time_interval_s is not None
@@ -127,7 +127,7 @@ def test_the_interval_is_about_the_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
-    """A file of trace events with a stream for computation and one for the node's links, as long as the step."""
+    """A trace file has a stream for computation and a stream for the node's links, as long as the step."""
     plan = _plan()
     plan.trace(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
@@ -174,7 +174,7 @@ def _plan() -> Plan:
 
 
 def test_the_utilisation_of_convolutions() -> None:
-    """Their cost reads which gradients are asked for, a list among the arguments."""
+    """Convolutions count FLOPs only for the gradients in their output mask."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
     mesh = Mesh({"x": 2})
     plan = plan_program(trace(model, (torch.ones(4, 4, 8, 8),)), mesh, h100s(mesh), PlanOptions(with_baselines=False))
@@ -197,7 +197,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("weight", [P(), P("data")], ids=["data parallel", "ZeRO-3"])
 def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program without its inner blocks hides about as much as the whole, and has the same memory but for buckets."""
+    """A program without inner blocks predicts the hidden time approximately, and the memory but for buckets."""
     with torch.device("meta"):
         model, x = Wide(10), torch.zeros(32768, 2048)
     cluster, mesh = autoshard.Cluster("h100_sxm", 1, 4), Mesh({"data": 4})

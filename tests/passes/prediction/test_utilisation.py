@@ -1,4 +1,4 @@
-"""FLOPs of the model, and those that ranks run."""
+"""FLOPs of the model, and FLOPs of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.passes.drawn_choices import drawn_choice
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_run_at_least_their_share_of_the_model(seed: int) -> None:
-    """And at most all of it."""
+    """A rank computes at least its share of the model, and at most the whole model."""
     mesh = Mesh({"data": 2, "model": 2})
     planning = problem_of(blocks_program(count=3), mesh)
     found = utilisation(planning, drawn_choice(planning, seed))

@@ -1,4 +1,4 @@
-"""A lowered program is walked to take the price of its strategies: the same layout, the same price."""
+"""The walk of a lowered program takes the price of its strategies: one layout has one price."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
-    """Also where axes lie between nodes."""
+    """The walk of a program takes the objective's time, also with axes between nodes."""
     for cluster in (h100s(SQUARE), two_nodes(SQUARE)):
         planning = problem_of(program_of(name), SQUARE, cluster)
         choice = drawn_choice(planning, seed)
@@ -69,10 +69,10 @@ def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
 @settings(max_examples=6)
 @given(st.data())
 def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
-    """By the search's objective and by the walk, whatever is resharded where; to 2 % where it is padded.
+    """Drawn programs have one price in the search and in the walk, within 2 % for padded programs.
 
-    The search prices a bias apart from its product. Calls that nothing reads (statistics of a split norm, without a
-    backward) are not run, and programs with them are not drawn.
+    The search prices a bias apart from its product. Programs with unread calls are not drawn, because unread calls do
+    not run. A split norm's statistics without a backward are an example.
     """
     drawn = data.draw(programs(max_blocks=2, uneven=False))
     program = tracing.trace(drawn.model, drawn.inputs)
@@ -86,7 +86,7 @@ def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
 
 
 def test_repeated_blocks_are_walked_as_often_as_they_run() -> None:
-    """A program without them has the price of the whole one."""
+    """A program without inner blocks has the price of the whole program."""
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model, 1.0), 1), SQUARE)
     choice = drawn_choice(planning, 1)
@@ -102,13 +102,13 @@ def data_parallel_choice(planning: PlanningProblem) -> list[int]:
 
 @cache
 def data_parallel() -> tuple[PlanningProblem, PhasedProgram]:
-    """Blocks whose gradients are reduced over the batch, as they are lowered, without overlap."""
+    """Return the lowered program, without overlap, of blocks whose gradients are reduced over the batch."""
     planning = problem_of(blocks_program(batch=256, length=512, hidden=1024, count=3), LINE)
     return planning, phased_of(planning, data_parallel_choice(planning))
 
 
 def with_late_waits(phased: PhasedProgram) -> PhasedProgram:
-    """The program with each wait of the backward as late as it may stand: right before what reads it."""
+    """Move each wait of the backward directly before its reader."""
     graph = fx.Graph()
     results = graph.graph_copy(phased.backward.graph, {})
     graph.output(results)
@@ -121,7 +121,7 @@ def with_late_waits(phased: PhasedProgram) -> PhasedProgram:
 
 
 def test_what_a_pass_moves_is_priced_where_it_stands() -> None:
-    """Reductions that are waited for at the end run beside the rest of the backward; nothing else changes."""
+    """Reductions with late waits run beside the rest of the backward, and no other time changes."""
     planning, phased = data_parallel()
     early, late = (simulate_streams(walk(planning, item).segments, FREE) for item in (phased, with_late_waits(phased)))
     assert early.total_s == pytest.approx(simulate_streams(walk(planning, phased).segments).total_s)
@@ -132,7 +132,7 @@ def test_what_a_pass_moves_is_priced_where_it_stands() -> None:
 
 
 def test_members_of_buckets_are_copied_into_order() -> None:
-    """Weights that are split along columns are copied before they are packed and behind; those along rows are not."""
+    """Weights split along columns are copied at both ends of a bucket; weights split along rows are not copied."""
     copied_s, moved_s = {}, {}
     for name, spec in {"rows": P("x"), "columns": P(None, "x")}.items():
         planning = problem_of(blocks_program(batch=2**18, length=1, hidden=1024, count=3), LINE)
@@ -181,7 +181,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
-    """Each further micro-batch adds its gradients up, in any layout that they are carried in."""
+    """Each further micro-batch adds its gradients up at the objective's cost, in any layout."""
     model = alike(6)
     program = short_step(model, adamw(model, 1.0), 1)
     one, two, three = (problem_of(program, SQUARE, micro_batches=count) for count in (1, 2, 3))
@@ -203,7 +203,7 @@ def test_bytes_on_the_wire_are_counted_by_axis() -> None:
 
 
 def test_predictions_are_of_what_runs() -> None:
-    """A plan on GPUs hides gradients' buckets; its time, traffic and peak are those of the program that is run."""
+    """A plan on GPUs hides gradient buckets, and its time, traffic and peak equal the running program's."""
     planning, serial = data_parallel()
     choice = data_parallel_choice(planning)
     cluster = planning.prices.cluster
@@ -221,9 +221,9 @@ def test_predictions_are_of_what_runs() -> None:
 
 
 def test_a_step_of_micro_batches_is_predicted_whole() -> None:
-    """Three times forward and backward, and one update, in which the sums of gradients are packed and reduced.
+    """A step of three micro-batches has three forwards and backwards, and one update with all reductions.
 
-    The model's share of the hardware is that of the whole step.
+    The utilisation counts the whole step.
     """
     model = alike(2)
     program = step(model, adamw(model, 1.0))
@@ -239,7 +239,7 @@ def test_a_step_of_micro_batches_is_predicted_whole() -> None:
 
 
 def test_one_micro_batch_adds_nothing_up() -> None:
-    """Nor does a step without gradients; each further micro-batch adds all of them once."""
+    """One micro-batch or no gradients add nothing up; each further micro-batch adds all gradients once."""
     assert not adding_up(1.0, 1)
     assert not adding_up(0.0, 3)
     ((op,),) = (segment.ops for segment in adding_up(1.0, 3))

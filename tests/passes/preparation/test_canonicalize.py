@@ -1,4 +1,4 @@
-"""Canonical programs compute the same, have no biased product, and save no views."""
+"""Canonical programs keep their results, have no biased product, and save no views."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_biased_products_become_a_product_and_a_sum() -> None:
 
 
 def test_the_backward_reads_no_view_of_the_forward() -> None:
-    """Views are made again, so what is saved owns its memory."""
+    """The backward makes its views anew, so that saved values own their memory."""
     program = Canonicalize()(block_program())
     for node in program.graph.nodes:
         if node.op == "call_function" and node.meta["phase"] == "backward":

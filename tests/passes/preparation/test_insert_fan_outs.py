@@ -1,4 +1,4 @@
-"""Fan-outs: one place to reshard a value for all of its users."""
+"""A value with several users gets a fan-out, the single place to reshard the value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ fan_out_6: f32[4, 32] = fan_out(threshold_backward)"""
 
 
 def test_values_with_several_users_get_hubs() -> None:
-    """One before the first forward user, one more where several backward users follow."""
+    """A fan-out stands before the first forward user, and a second fan-out before several backward users."""
     program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     lines = [line for line in program.text().splitlines() if "= fan_out(" in line]
     assert "\n".join(lines) == GOLDEN
 
 
 def test_no_value_but_a_hub_has_two_users() -> None:
-    """Behind a fan-out every edge is private; scalars need none."""
+    """Only a fan-out has two users, so every other edge is private; scalars get no fan-out."""
     program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     for node in program.graph.nodes:
         value = node.meta.get("val")

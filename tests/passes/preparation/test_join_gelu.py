@@ -1,4 +1,4 @@
-"""Gelu that a model writes out becomes one operator, with the same numbers, only where nothing reads what is within."""
+"""A gelu written in small operators becomes one operator with equal numbers, unless a user reads its inside."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WrittenOut(nn.Module):
         self.cubic, self.returns_tanh = cubic, returns_tanh
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss, and tanh where it is asked for."""
+        """Return the loss, and tanh on request."""
         z = self.linear(x)
         half = 0.5 * z
         tanh = torch.tanh(math.sqrt(2.0 / math.pi) * (z + self.cubic * torch.pow(z, 3.0)))
@@ -58,7 +58,7 @@ def run(program: Program) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_written_out_gelu_is_one_operator(dtype: torch.dtype) -> None:
-    """Forward and gradient are one call each, to the same numbers, and that is proven."""
+    """Forward and gradient of a written-out gelu become one call each, which is proven."""
     program = traced(WrittenOut(), dtype)
     joined = JoinGelu()(program)
     counts = called(joined)
@@ -75,7 +75,7 @@ def test_written_out_gelu_is_one_operator(dtype: torch.dtype) -> None:
     ids=["another constant", "a narrow type"],
 )
 def test_what_computes_otherwise_stays(model: nn.Module, dtype: torch.dtype) -> None:
-    """Another formula, or a type in which small operators round, is left as it is."""
+    """Another formula, or a type in which small operators round, stays unchanged."""
     counts = called(JoinGelu()(traced(model, dtype)))
     assert counts[_aten.gelu.default] == counts[_aten.gelu_backward.default] == 0
     assert counts[_aten.tanh.default] == counts[_aten.tanh_backward.default] == 1

@@ -1,4 +1,4 @@
-"""Graphs with other operators in the place of some."""
+"""Graphs with some operators replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _aten = torch.ops.aten
 
 
 def test_a_graph_without_the_operators_is_left_alone() -> None:
-    """It is the same object; with one of them it is another graph."""
+    """A graph without the operators stays the same object, and a graph with an operator becomes a new object."""
     graph = fx.Graph()
     graph.output((graph.call_function(_aten.neg.default, (graph.placeholder("x"),)),))
     module = fx.GraphModule(torch.nn.Module(), graph)

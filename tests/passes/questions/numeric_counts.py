@@ -1,4 +1,4 @@
-"""Count on lowered programs, with numbers: what formulas are compared with."""
+"""Count on lowered programs with numbers, as the reference of formulas."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sent_bytes(phased: PhasedProgram) -> dict[str, float]:
 
 
 def saved_bytes(phased: PhasedProgram) -> int:
-    """Bytes of what the forward keeps for the backward, views counted as what they view, inputs left out."""
+    """Return the bytes that the forward saves for the backward, by storage and without inputs."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in phased.saved:

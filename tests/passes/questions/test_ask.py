@@ -1,4 +1,4 @@
-"""`plan.explain`: its figures are those of planning again with the alternative as a constraint."""
+"""`plan.explain` gives the figures of new plans with each alternative as a constraint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_plan(**arguments: object) -> Plan:
     ],
 )
 def test_figures_are_those_of_planning_again(name: str, share: float | None, optimizer: str | None) -> None:
-    """Each alternative, forced as a constraint, takes the step that was said."""
+    """Each alternative, given as a constraint, takes its stated step time."""
     budget = None if share is None else int(share * make_plan().predicted.peak_memory_bytes)
     asked = {"optimizer": optimizer, "memory_budget": budget}
     plan = make_plan(**asked)
@@ -66,14 +66,14 @@ def test_figures_are_those_of_planning_again(name: str, share: float | None, opt
 
 
 def test_repeated_blocks_are_explained_together() -> None:
-    """The same place of another block has the same spec, and is named."""
+    """A parameter's counterparts in repeated blocks have one spec, and are named."""
     found = make_plan().explain("blocks.0.1.weight")
     assert found.alike == ("blocks.1.1.weight",)
     assert found.shape == (64, 256)
 
 
 def test_constraints_of_the_plan_hold() -> None:
-    """What the user's constraints exclude is said to be excluded."""
+    """Alternatives outside of the user's constraints are marked as excluded."""
     found = make_plan(constraints={"table.weight": P("model", None)}).explain("table.weight")
     assert found.chosen.spec == P("model")
     assert not any(item.fits for item in found.others)
@@ -88,7 +88,7 @@ def test_nodes_have_explanations() -> None:
 
 
 def test_the_text_has_a_row_for_each_spec() -> None:
-    """With the plan's own marked, and differences to it."""
+    """The text has a row for each spec, marks the plan's spec, and shows differences."""
     found = make_plan().explain("table.weight")
     lines = str(found).splitlines()
     assert "table.weight: 50x64" in lines[0]
@@ -100,7 +100,7 @@ def test_the_text_has_a_row_for_each_spec() -> None:
 
 
 def test_mistakes() -> None:
-    """A name that is none, and a plan without its model."""
+    """An unknown name, and a plan without its model, are refused."""
     plan = make_plan()
     with pytest.raises(
         InvalidSpecError, match=r"explain\('tables.weight'\).*there are table.weight, blocks.0.0.weight"
@@ -111,7 +111,7 @@ def test_mistakes() -> None:
 
 
 def test_kernels_of_a_plan_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many values are explained; of another plan they are found anew."""
+    """The kernels of a plan are found once for all explanations, and anew for another plan."""
     asked: list[Plan] = []
     monkeypatch.setattr(
         plan_again, "kernels_of", lambda plan, *others: (asked.append(plan), kernels_of(plan, *others))[1]

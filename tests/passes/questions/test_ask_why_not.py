@@ -1,4 +1,4 @@
-"""`plan.why_not` and `plan.limits`: what they state is what planning again gives."""
+"""`plan.why_not` and `plan.limits` give the figures of new plans."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.passes.questions.test_ask import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
 TIGHT = 408_000_000
-"""Bytes, of which a model of one block wants more."""
+"""Memory below the need of a model of one block, in bytes."""
 SHORT, ENOUGH = 452_000_000, 624_000_000
-"""Bytes: so few that values of two blocks go to the host, and so many that none need to."""
+"""Memory that forces values of two blocks to the host, and memory that does not, in bytes."""
 
 
 def make_plan(cluster: PricedCluster = CLUSTER, blocks: int = 2, **arguments: object) -> Plan:
@@ -42,14 +42,14 @@ def free() -> Plan:
 
 @pytest.fixture(scope="module")
 def tight() -> Plan:
-    """A plan that memory binds, of one block: proven in 6 CPU s, so that what is asked of it is not left to time."""
+    """Return a proven plan of one block in little memory, quick enough that questions need no time limit."""
     plan = make_plan(blocks=1, memory_budget=TIGHT)
     assert plan.recompute.nodes
     return plan
 
 
 def again_of(plan: Plan) -> PlanAgain:
-    """What plans again for a plan."""
+    """Return the plan's callable that plans once more after a change."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     return plan.alternatives.replan
@@ -57,7 +57,7 @@ def again_of(plan: Plan) -> PlanAgain:
 
 @pytest.mark.parametrize("feature", ROLES)
 def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
-    """The best plan within the restriction takes the step that is stated, and uses the axis as asked."""
+    """The best plan with a restriction has the stated step time, and uses the axis in its role."""
     again = again_of(free)
     (planning,) = again.problems()
     answer = free.why_not(feature)
@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
 
 
 def test_hsdp_takes_two_axes(free: Plan) -> None:
-    """Parameters are split over one at rest, and copied over the other: the plan under both restrictions."""
+    """HSDP splits parameters over one axis and copies them over another, as a plan with both restrictions does."""
     item = next(item for item in free.why_not("hsdp").variants if item.name == "hsdp over data, copied over model")
     found = again_of(free)(free, Change(roles={"data": ROLES["fsdp"], "model": ROLES["data"]}))
     assert item.step_time_s == found.predicted.step_time_s
@@ -82,7 +82,7 @@ def test_hsdp_takes_two_axes(free: Plan) -> None:
 
 @pytest.mark.slow
 def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
-    """Without it nothing fits: the least memory that would do is more than there is."""
+    """Without offloading no plan fits, and the answer gives the least memory, above the limit."""
     plan = make_plan(memory_budget=SHORT)
     assert plan.offload.nodes
     answer = plan.why_not("cpu offload")
@@ -95,7 +95,7 @@ def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
 
 @pytest.mark.slow
 def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> None:
-    """Copies of all parameters do not fit in half the memory; the smallest limit that would do is given."""
+    """Copies of all parameters do not fit in half the memory, and the answer gives the smallest limit."""
     again = again_of(tight)
     planner = replace(again.planned.planner, memory_budget=TIGHT // 2)
     here = Questions(replace(again, planned=replace(again.planned, planner=planner)))
@@ -111,9 +111,9 @@ def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> No
 
 @pytest.mark.slow
 def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
-    """More memory, and a faster network: what planning for them gives; nothing that is more makes a plan slower.
+    """`limits` gives the figures of plans with more memory and a faster network, which are never slower.
 
-    Each search is content within 1 %.
+    Each search stops within 1 % of the optimum.
     """
     found = tight.limits()
     stated = {item.name: item for item in found.variants}
@@ -144,13 +144,13 @@ def test_limits_ask_for_what_the_cluster_has(nodes: int, devices: int, links: se
 
 @pytest.mark.slow
 def test_without_a_limit_memory_is_no_question(free: Plan) -> None:
-    """The device's memory is plenty: more of it is worth nothing."""
+    """Without a memory limit, more memory than the device's is worth nothing."""
     steps = {item.name: item.step_time_s for item in free.limits().variants}
     assert steps["10 % more memory"] == pytest.approx(free.predicted.step_time_s, rel=2e-3)
 
 
 def test_what_cannot_be_asked_is_said(free: Plan) -> None:
-    """An unknown feature; a plan without its model, and one of no whole step, or of constraints, beside recipes."""
+    """Questions of unknown features, and of plans without model, whole step or free recipe, are refused."""
     with pytest.raises(InvalidSpecError, match=r"data \(ddp, .*zero-1, zero-2, fsdp \(zero-3, .*pipeline \(pp"):
         free.why_not("magic")
     forward = make_plan(optimizer=None)

@@ -1,4 +1,4 @@
-"""What people call the things that plans do."""
+"""The users' names of features of plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_none_lists_all(text: object) -> None:
 
 
 def test_every_feature_has_a_name() -> None:
-    """Whatever roles and recipes answer can be asked."""
+    """Every role and every field of a recipe has a feature to ask for."""
     assert {*ROLES, *FEATURES} <= NAMES.keys()
     assert len({other for name, others in NAMES.items() for other in (name, *others)}) == sum(
         1 + len(others) for others in NAMES.values()

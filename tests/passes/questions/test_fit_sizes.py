@@ -20,7 +20,7 @@ def _observed(*numbers: int) -> Observation:
 
 
 def test_numbers_are_fitted_with_as_few_observations_as_they_need() -> None:
-    """Degree one: the corners of a square and a point beside; only a size of degree two takes more."""
+    """A formula of degree one needs the corners of a square and one further point; degree two needs more."""
     seen: list[Point] = []
 
     def linear(point: Point) -> Observation:
@@ -35,19 +35,19 @@ def test_numbers_are_fitted_with_as_few_observations_as_they_need() -> None:
 
 
 def test_what_is_rounded_is_refused_with_its_name() -> None:
-    """A window of five, which does not divide the lengths, is no polynomial; the message says what to do."""
+    """A rounded size, here of windows that do not divide the length, is refused with its name and the way out."""
     with pytest.raises(FormulaError, match=r"size of one is no polynomial.*fixed="):
         fit_numbers((LENGTH,), lambda point: _observed(-(-point[0] // 5)))
 
 
 def test_a_limit_between_the_points_is_seen() -> None:
-    """The points that were not used are what finds it."""
-    with pytest.raises(FormulaError, match="reaches a constant limit"):
+    """Points outside of the fit find a formula that breaks at a limit."""
+    with pytest.raises(FormulaError, match="reaches a limit"):
         fit_numbers((LENGTH,), lambda point: _observed(min(point[0], 10)))
 
 
 def test_sizes_at_which_the_model_does_not_run_need_no_formula() -> None:
-    """Patches of four pixels: what does not divide is refused by the model itself; elsewhere there is a formula."""
+    """Sizes that the model refuses, such as lengths that patches do not divide, need no formula."""
 
     def patches(point: Point) -> Observation:
         if point[0] % 4:
@@ -60,7 +60,7 @@ def test_sizes_at_which_the_model_does_not_run_need_no_formula() -> None:
 
 
 def test_other_operators_at_other_sizes_are_refused() -> None:
-    """They are named, and so is the size."""
+    """Other operators at other sizes are refused with the operators and the size."""
 
     def observe(point: Point) -> Observation:
         return Observation(("mm" if point == (16,) else "bmm",), (1,), ("one",))
@@ -70,7 +70,7 @@ def test_other_operators_at_other_sizes_are_refused() -> None:
 
 
 def test_batch_and_sequence_are_found() -> None:
-    """The first dim of all inputs, the second of sequences and of what is as long; images have no sequence."""
+    """Batch is the first dim of all inputs, sequence the second dim of sequences; images have no sequence."""
     tokens, image = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 3, 16, 16)
     found = input_sizes((tokens,), {"mask": torch.ones(4, 16), "other": torch.ones(2, 7)}, None)
     assert found == (InputSize("batch", ((0, 0), (1, 0)), 4), InputSize("sequence", ((0, 1), (1, 1)), 16))
@@ -78,7 +78,7 @@ def test_batch_and_sequence_are_found() -> None:
 
 
 def test_users_name_other_dims() -> None:
-    """By number for all inputs, or input by input."""
+    """Users name dims by number for all inputs, or for each input."""
     image = torch.zeros(4, 3, 16, 8)
     found = input_sizes((image,), {}, {"batch": 0, "height": 2, "width": {"input:0": 3}})
     assert [(size.name, size.value) for size in found] == [("batch", 4), ("height", 16), ("width", 8)]
@@ -97,7 +97,7 @@ def test_inputs_are_repeated_or_cut() -> None:
 
 @pytest.mark.parametrize("value", range(1, 10))
 def test_an_odd_size_shares_no_factor_with_the_example(value: int) -> None:
-    """There, what was rounded at the example's multiples shows."""
+    """An odd size shares no factor with the example, which reveals rounded sizes."""
     odd = InputSize("batch", ((0, 0),), value).odd
     assert math.gcd(odd, value) == 1
     assert odd > 1

@@ -77,7 +77,7 @@ def _sent_bytes(plan: Plan, program: Program, moved: Plan) -> dict[str, float]:
 
 @lru_cache
 def _any_plan(seed: int) -> Plan:
-    """A legal plan: of each call any strategy, but for rings, of which there are no formulas."""
+    """Draw a legal plan with any strategy of each call but rings, which have no formulas."""
     random = Random(seed)
     return greedy_plan(PROGRAM, MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
 
@@ -87,7 +87,7 @@ def _has_ring(site: Site, strategy: Strategy) -> bool:
 
 
 def test_of_rings_there_is_no_formula() -> None:
-    """A rank's operations have no formula with rings; those of all ranks together are the model's."""
+    """Operations of one rank have no formula with rings; operations of all ranks are the model's."""
     plan = replace(greedy_plan(PROGRAM, MESH, lambda *call: float(_has_ring(*call))), formulas=FORMULAS)
     with pytest.raises(FormulaError, match="the pairing of key blocks between ranks"):
         plan.formula("rank_flops")
@@ -134,14 +134,14 @@ def _check(plan: Plan, batch: int, length: int, mesh: Mesh) -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("batch", "length", "shape"), [(4, 8, (2, 2)), (12, 16, (2, 2)), (16, 16, (4, 2))])
 def test_formulas_of_any_plan_equal_counting(seed: int, batch: int, length: int, shape: tuple[int, int]) -> None:
-    """At its own sizes and at others, on its own mesh and on a larger one."""
+    """Formulas of any plan equal counts, at its own and other sizes, on its own and a larger mesh."""
     _check(_any_plan(seed), batch, length, Mesh(dict(zip(MESH.axis_names, shape, strict=True))))
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("batch", "length"), [(4, 8), (6, 7), (5, 9)])
 def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> None:
-    """With ceilings, of a plan that splits sequences and hidden units; without, where they divide."""
+    """Formulas with ceilings are exact for uneven splits of sequences and hidden units."""
 
     def prefers(_: Site, strategy: Strategy) -> float:
         specs = (*strategy.inputs, *strategy.outputs)
@@ -167,7 +167,7 @@ def test_the_predicted_step_uses_these_flops_and_bytes() -> None:
 
 
 def test_axes_that_no_larger_mesh_has_are_told_apart() -> None:
-    """A bias of two elements is split over no more than two ranks; bytes on other meshes are still those of specs."""
+    """A bias of two elements is split over two ranks at most, and bytes on larger meshes follow the specs."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
     constraints = {
         "0.weight": P("model", "data"),
@@ -198,7 +198,7 @@ def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
 
 @pytest.mark.slow
 def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
-    """Costs are then not linear in their number; holding it fixed is the way out."""
+    """Unlike plans of repeated blocks need a fixed depth, because their costs are not linear in depth."""
     deep = Request(dense(5), REQUEST.args, {}, grad=True)
     program = _traced(deep)
     plan = replace(most_split_plan(program, MESH), formulas=_formulas(deep, 0.0))
@@ -214,7 +214,7 @@ def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
 
 @pytest.mark.slow
 def test_what_is_recomputed_counts_once_in_a_step_and_again_on_ranks() -> None:
-    """The formula of ranks is what one counts on the program of a plan that recomputes."""
+    """A rank's formula counts recomputation as the program does; the model's formula counts none."""
     plan = most_recomputed_plan(PROGRAM, MESH)
     phased = lower_program(PROGRAM, plan, _laptop(MESH))
     plan, sizes = replace(plan, formulas=FORMULAS), {"batch": 4, "sequence": 8, **dict(MESH.axes)}

@@ -51,7 +51,7 @@ def value_of(plan: Plan, name: str, **sizes: int) -> sympy.Expr:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"zero{recipe.zero}-{recipe.recompute}")
 def test_substituted_equals_priced(recipe: Execution) -> None:
-    """A formula made once, at other sizes, is what pricing those sizes counts."""
+    """A formula at other sizes equals the price of these sizes."""
     plan = price_of(recipe, 16, dense(4))
     for micro_batch, length, depth in SIZES:
         batch = 2 * micro_batch * recipe.data
@@ -88,7 +88,7 @@ def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
 
 
 def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> None:
-    """Beside the collectives of a lowered program, to 1 %: it may gather a few small operands instead."""
+    """Gradients of data parallelism send the bytes of a lowered program within 1 %."""
     batch, mesh, cluster = 2**16, Mesh({"data": 4}), Cluster("h100_sxm", 1, 4)  # so many that none is computed twice
     model, tokens = dense(4), torch.zeros(batch, 16, dtype=torch.int64, device="meta")
     constraints = {name: P() for name, _ in model.named_parameters()}
@@ -102,7 +102,7 @@ def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> N
 
 
 def test_sharded_gradients_travel_for_every_micro_batch() -> None:
-    """Under ZeRO-2 they are reduced and scattered as often as there are micro-batches, parameters gathered once."""
+    """ZeRO-2 reduces and scatters gradients for each micro-batch, and gathers parameters once."""
     model = dense(4)
     often, once = (price_of(Execution(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
     sizes = {"data": 4, "micro_batch": 1, "sequence": 16, "layers": 4}
@@ -112,7 +112,7 @@ def test_sharded_gradients_travel_for_every_micro_batch() -> None:
 
 
 def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> None:
-    """A stage sends 1/tensor of a hand-over, forward and backward, and gathers it unless its sequence stays split."""
+    """A stage sends 1/tensor of each boundary value, and gathers the value unless its sequence stays split."""
     model, length, micro_batches, tensor, stages = dense(2), 16, 3, 2, 2
     handed_on = 2 * micro_batches * 2 * length * 64 * (stages - 1) // stages  # in bfloat16
     sizes = {"batch": micro_batches, "micro_batch": 1, "sequence": length, "layers": 2, "data": 1, "tensor": tensor}
@@ -152,7 +152,7 @@ def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
 
 
 def test_bytes_of_a_merged_dispatch_are_refused() -> None:
-    """They are an expectation over routings, not a count."""
+    """Bytes of a merged dispatch are refused, because they are an expectation over routings."""
     plan = price_of(under(Execution(data=4, expert=4), merged_dispatch=True), 16, sparse())
     with pytest.raises(FormulaError, match="merged_dispatch=False"):
         plan.formula("communication_bytes_expert")

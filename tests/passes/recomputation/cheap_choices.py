@@ -1,8 +1,8 @@
-"""An oracle for searches: the choices of an assignment from the cheapest on, whatever memory they take.
+"""A reference for searches: the choices of an assignment in ascending cost, whatever their memory.
 
-Nothing here is shared with the solvers. Variables are eliminated one by one (bucket elimination; Dechter, 1999), each
-time the one whose table is smallest. Then they are decided in the opposite order, best first: what a choice of some of
-them costs at least, whatever the others are, is known exactly, so what is not followed is no cheaper than what is.
+The module shares no code with the solvers. Variables are eliminated one by one (bucket elimination; Dechter, 1999),
+each time the variable with the smallest table. Variables are then decided in the opposite order, best first. The least
+cost of a partial choice is known exactly, so choices come in ascending cost.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from passes.solver.assignment import Assignment, Edge, Floats
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Costs by the options of some variables, in ascending order of these: `costs[option, option, ...]`."""
+    """Costs by the options of some variables, in ascending order of variables: `costs[option, option, ...]`."""
 
     variables: tuple[int, ...]
     costs: Floats
 
     def over(self, variables: Sequence[int]) -> Floats:
-        """The costs, with an axis for each of some variables, which are a superset in ascending order."""
+        """Return the costs with an axis for each variable of an ascending superset."""
         sizes = dict(zip(self.variables, self.costs.shape, strict=True))
         return self.costs.reshape([sizes.get(variable, 1) for variable in variables])
 
     def line(self, variable: int, choice: Mapping[int, int]) -> Floats:
-        """The costs by the option of one variable, where all others are chosen."""
+        """Return the costs by the option of one variable, with all other variables chosen."""
         return np.asarray(self.costs[tuple(slice(None) if v == variable else choice[v] for v in self.variables)])
 
 
 _Part = tuple[float, tuple[int, ...]]
-"""Options of the variables that are decided first, and the cost of the cheapest choice that begins so."""
+"""Options of the first decided variables, and the cost of the cheapest full choice with these options."""
 
 
 def cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
@@ -54,7 +54,7 @@ def largest_table(problem: Assignment) -> int:
 
 
 def _without_forbidden(problem: Assignment) -> Assignment:
-    """The assignment without the options that have no finite cost."""
+    """Remove the options without a finite cost from the assignment."""
     keep = [np.isfinite(cost) for cost in problem.costs]
     edges = (Edge(edge.tail, edge.head, edge.cost[keep[edge.tail]][:, keep[edge.head]]) for edge in problem.edges)
     return Assignment(tuple(cost[flags] for cost, flags in zip(problem.costs, keep, strict=True)), tuple(edges))
@@ -76,7 +76,7 @@ def _cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
             yield cost + float(line[option] - line.min()), (*options, int(option))
 
     def offer(parts: Iterator[_Part]) -> None:
-        """Follow the next of some parts, if there is one."""
+        """Add the next of some partial choices to the queue, if any."""
         for cost, options in parts:
             heapq.heappush(heap, (cost, -len(options), next(ordinal), options, parts))
             return
@@ -92,7 +92,7 @@ def _cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
 
 
 def _eliminated(problem: Assignment) -> list[tuple[int, _Table]]:
-    """Variables in the order of their elimination, each with the sum of the tables that it was in."""
+    """Return variables in the order of elimination, each with the sum of its tables."""
     tables = [_Table((variable,), costs) for variable, costs in enumerate(problem.costs)]
     tables += [_of_edge(edge.tail, edge.head, edge.cost) for edge in problem.edges]
     found = []

@@ -1,4 +1,4 @@
-"""The exact count decides what fits: plans, refused plans, and the memory that an error names."""
+"""The exact count decides about fitting: plans, refused plans, and the memory in an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_search_is_near_the_best_of_every_plan(program: Program, seed: int) 
 @settings(max_examples=3)
 @given(chains(), st.sampled_from([h100s, two_nodes]), st.integers(0, 99))
 def test_on_two_axes_too(program: Program, cluster: Callable[[Mesh], Cluster], seed: int) -> None:
-    """On links that are alike or not, a found plan fits, where there is room beside the count of a search."""
+    """A plan on two axes fits, on equal or unequal links, with room beside the search's count."""
     planning = problem_of(program, SQUARE, cluster(SQUARE))
     choice = drawn_choice(planning, seed)
     limit = 1.5 * max(float(planning.usage(choice).max()), peak_of(planning, choice))
@@ -93,7 +93,7 @@ def test_the_memory_that_an_error_names_is_enough(program: Program) -> None:
 
 
 def test_a_byte_too_few_is_refused_where_there_are_billions() -> None:
-    """Though that is less than the solver tells apart."""
+    """A plan a byte over a limit of billions is refused, although the solver cannot resolve a byte."""
     with torch.device("meta"):
         program = trace(Chain(2**16, 2**16, 0), (torch.zeros(2**16, 2**16),), {}, grad=False)
     planning = problem_of(program, LINE)
@@ -112,13 +112,13 @@ def test_an_error_about_training_names_what_is_enough(recompute: bool) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_without_time_an_error_names_what_is_enough(recompute: bool) -> None:
-    """The same is found again within the memory that it takes."""
+    """Without time the error's memory is enough to find the same plan."""
     check_the_error(trained(), recompute=recompute, seconds=0.0)
 
 
 @dataclass
 class Stairs:
-    """A search whose plans take `share` of what it counts; within less than `least` it finds nothing."""
+    """A search whose plans take a `share` of its count, and which finds no plan below `least`."""
 
     share: float
     least: int
@@ -131,7 +131,7 @@ class Stairs:
         return self.plan(limit)
 
     def frugal(self) -> list[JointSolution]:
-        """A plan within the least that the search counts of any."""
+        """Return a plan within the least count of the search."""
         return [self.plan(self.least)]
 
     def plan(self, limit: float) -> JointSolution:
@@ -152,7 +152,7 @@ class _Counted:
 
 @given(st.floats(0.5, 1.3), st.integers(1_000, 1_000_000), st.floats(0.01, 2.0))
 def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
-    """Never above the limit; what is smallest as the search counts is tried before it is refused."""
+    """A found plan fits exactly, and the smallest count is tried before an error."""
     search = Stairs(share, int(least * limit))
     found, smallest = fitting(search, search.frugal, limit, SearchControl(), peak_of)
     if found is not None:
@@ -166,18 +166,18 @@ def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int,
 
 
 def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
-    """The limit is asked for as it is."""
+    """A first search at the limit is the only search if its plan fits."""
     search = Stairs(0.9, 0)
     assert fitting(search, search.frugal, 1e6, SearchControl(), peak_of)[0] is not None
     assert search.asked == [1e6]
 
 
 def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
-    """The next search is asked for the limit less the count's error, however far below the limit the count was."""
+    """The next search gets the limit less the error of the count, however far below the limit the count was."""
     asked = []
 
     def attempt(limit: float) -> JointSolution:
-        """A plan that is counted in hundreds, 130 too little."""
+        """Return a plan counted in hundreds of bytes, 130 bytes too low."""
         asked.append(limit)
         counted = limit // 100 * 100
         return _Counted(Solution((), 1.0, 1.0), counted + 130, counted)  # type: ignore[return-value]

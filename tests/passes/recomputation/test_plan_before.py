@@ -16,7 +16,7 @@ CLUSTER, LINE, SQUARE = Cluster("h100_sxm", 1, 4), Mesh({"data": 4}), Mesh({"dat
 
 
 class Model(nn.Module):
-    """Products with what may be recomputed between them."""
+    """Products with recomputable values in between."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_more_memory_is_never_slower(more: float) -> None:
 
 
 def test_a_plan_of_another_mesh_is_a_choice() -> None:
-    """It is among the baselines, and what is found is not slower."""
+    """An earlier plan of another mesh is a baseline, and the new plan is at least as fast."""
     found = make_plan(mesh=SQUARE, previous=make_plan())
     there = found.baselines["the plan before"]
     assert there is not None
@@ -64,7 +64,7 @@ def test_a_plan_of_another_mesh_is_a_choice() -> None:
 
 @pytest.mark.slow
 def test_limits_are_never_slower_than_the_plan() -> None:
-    """More memory, a faster network or device: the plan itself would be one there."""
+    """Plans with more memory, a faster network or device are never slower than the present plan."""
     plan = make_plan(memory_budget=tight().memory_budget, previous=tight(), time_budget_s=0.1)
     found = plan.limits()
     assert found.chosen.objective is not None
@@ -74,7 +74,7 @@ def test_limits_are_never_slower_than_the_plan() -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    """By the name of a parameter."""
+    """A plan of another model is refused with the name of a parameter."""
     message = r"previous= is of another model: its parameter 'layers.0.weight' has shape=\(512, 512\), and"
     with pytest.raises(PlanMismatchError, match=message):
         make_plan(width=256, previous=tight())

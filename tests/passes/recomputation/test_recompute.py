@@ -1,4 +1,4 @@
-"""The pass that inserts recomputation: what it writes, what the phases keep then, and what is refused."""
+"""The recomputation pass writes clones, changes the saved values, and refuses wrong programs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def again(name: str, before: str) -> RecomputedNode:
 
 
 ONE = (again("exp", "mul_2"), again("fan_out_1", "mul_2"))
-"""From the product, which is then kept in place of it."""
+"""Recompute from the product, which is saved instead."""
 ALL = tuple(again(name, "pow_2") for name in ("mm", "exp", "fan_out_1", "dropout", "fan_out_2"))
 """From the inputs."""
 
@@ -66,7 +66,7 @@ def lowered_with(nodes: tuple[RecomputedNode, ...], moved: tuple[OffloadedNode, 
 
 
 def split_plan(program: Program) -> Plan:
-    """A plan of the traced program, as one of `program`, whose clones have the specs of their originals."""
+    """Return a plan of `program` from a plan of the trace; clones have the specs of their originals."""
     plan = most_split_plan(traced(), MESH)
     named = {node.name: moved_by(node) or original_of(node) or node.name for node in program.graph.nodes}
     nodes = {name: plan.nodes[original] for name, original in named.items() if original in plan.nodes}
@@ -77,7 +77,7 @@ def split_plan(program: Program) -> Plan:
 
 
 def test_clones_stand_before_what_reads_them() -> None:
-    """exp again from the product that is kept, where the backward first reads it; the forward is as it was."""
+    """A clone of exp from the saved product stands at the first read in the backward; the forward is unchanged."""
     lines = InsertRecompute(ONE)(prepare(traced())).text().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("exp_again"))
     assert [line.partition(": ")[2].partition(" = ")[2] for line in lines[start : start + 3]] == [
@@ -89,7 +89,7 @@ def test_clones_stand_before_what_reads_them() -> None:
 
 
 def test_clones_read_clones() -> None:
-    """Values that are recomputed together are chained; originals are read by the forward alone."""
+    """Clones of connected values form a chain, and only the forward reads the originals."""
     program = InsertRecompute(ALL)(prepare(traced()))
     clones = {original_of(node): node for node in program.graph.nodes if original_of(node)}
     assert list(clones) == [node.name for node in ALL]
@@ -109,7 +109,7 @@ def test_without_nodes_the_program_is_the_same() -> None:
 
 @pytest.mark.parametrize(("nodes", "saved"), [((), {"exp", "dropout"}), (ONE, {"mm", "dropout"}), (ALL, set())])
 def test_the_forward_keeps_what_is_not_recomputed(nodes: tuple[RecomputedNode, ...], saved: set[str]) -> None:
-    """The values of calls that the forward hands to the backward, beside inputs and views of them."""
+    """The forward saves values of calls for the backward, beside inputs and their views."""
     phased = lowered_with(nodes)
     kept = {node.name: node for node in phased.lowered.graph_module.graph.nodes if node.name in phased.saved}
     calls = {node.meta["global"] for node in kept.values() if node.op == "call_function"}
@@ -117,7 +117,7 @@ def test_the_forward_keeps_what_is_not_recomputed(nodes: tuple[RecomputedNode, .
 
 
 def test_clones_run_in_the_backward() -> None:
-    """The forward is the one without recomputation but for what it returns; the backward holds the clones."""
+    """The forward changes only in its results, and the backward has the clones."""
     plain, phased = lowered_with(()), lowered_with(ALL)
 
     def calls(graph_module: fx.GraphModule) -> list[str]:
@@ -137,7 +137,7 @@ PRODUCT = (OffloadedNode("mm", "mul_2", ""),)
 
 
 def test_copies_stand_where_values_are_made_and_read() -> None:
-    """To the host behind the call, and back before its first reader in the backward, which reads what came back."""
+    """A copy to the host follows the call, and a copy back precedes the first reader in the backward."""
     program = InsertRecompute((), MOVED)(prepare(traced()))
     nodes = program.nodes_by_name()
     names = list(nodes)
@@ -151,7 +151,7 @@ def test_copies_stand_where_values_are_made_and_read() -> None:
 
 
 def test_clones_read_what_comes_back() -> None:
-    """A recomputation of what is made of an offloaded value comes behind it; the other order is refused."""
+    """Recomputation from an offloaded value follows its copy back, and the other order is refused."""
     program = InsertRecompute(ONE, PRODUCT)(prepare(traced()))
     nodes = program.nodes_by_name()
     assert nodes["exp_again"].args == (nodes["mm_back"],)
@@ -212,7 +212,7 @@ def read_on_the_host(graph: fx.Graph) -> None:
     ],
 )
 def test_a_wrong_copy_is_refused(mutate: object, message: str) -> None:
-    """Another value's copy, a copy of what is on the device, or a call on what is not."""
+    """A copy of another value, a copy from the wrong side, and a call on a host value are refused."""
     lowered = lowered_with((), MOVED).lowered
     module = copy_of(lowered.graph_module)
     mutate(module.graph)  # type: ignore[operator]
@@ -274,7 +274,7 @@ def test_a_wrong_clone_is_refused(mutate: object) -> None:
 
 
 def not_the_phases_of(changed: LoweredProgram, lowered: LoweredProgram) -> bool:
-    """Whether phases cut from one program are refused as those of another."""
+    """Whether phases cut from one program are refused as phases of another program."""
     cut = SplitPhases()(changed)
     try:
         verify_phases(dataclasses.replace(cut, lowered=lowered))
@@ -284,7 +284,7 @@ def not_the_phases_of(changed: LoweredProgram, lowered: LoweredProgram) -> bool:
 
 
 def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
-    """The pass itself is not trusted: its result is compared with the trace."""
+    """A wrong clone in the prepared program is refused by a comparison with the trace."""
     program = InsertRecompute(ALL)(prepare(traced()))
     nodes = program.nodes_by_name()
     nodes["exp_again"].args = (nodes["fan_out"],)

@@ -17,7 +17,7 @@ from autoshard.testing.programs import programs
 from autoshard.tracing import trace
 from passes.planning.search import Search
 from passes.recomputation.recompute_problem import RecomputeProblem
-from passes.recomputation.with_again import with_again
+from passes.recomputation.with_restored import with_restored
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import DualState
 from passes.solver.search_control import SearchControl
@@ -28,7 +28,7 @@ LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
 
 
 class Fused(nn.Module):
-    """Three parts of one product, of which two are used in places and one as it is, and all are read again."""
+    """Three parts of one product, two used in place and one plain, all with readers in the backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def plenty(problem: RecomputeProblem) -> float:
 
 
 def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
-    """The choices that a search comes upon, which has a share of the memory that plenty of it would take."""
+    """Return the choices that a search meets in a share of ample memory."""
     limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))
     state = DualState(limited, problem.usage, problem.memory_row, SearchControl())
     state.run(0.0, 16)
@@ -78,14 +78,14 @@ def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
 
 
 def peaks(problem: RecomputeProblem, choice: tuple[int, ...]) -> tuple[float, float]:
-    """Bytes as tables count them, and as they are in the program that runs."""
-    running = with_again(problem.planning, problem.again(choice))
+    """Return the peak by the search's tables, and the peak of the running program, in bytes."""
+    running = with_restored(problem.planning, problem.restored(choice))
     return float(problem.usage(choice).max()), peak_of(running, problem.without_policies(choice))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.8, 0.9])
 def test_parts_of_a_product_keep_all_of_it(share: float) -> None:
-    """Choices that a search comes upon take hardly more than it counts, and often just that."""
+    """Choices of a search with parts of a product take nearly the counted bytes."""
     problem = fused(LINE)
     found = [peaks(problem, choice) for choice in seen(problem, share)]
     assert all(running <= 1.3 * counted for counted, running in found)
@@ -93,7 +93,7 @@ def test_parts_of_a_product_keep_all_of_it(share: float) -> None:
 
 
 class Scored(nn.Module):
-    """A loss, and the logits of which it is, which the backward computes nothing of."""
+    """A model with a loss and its logits, without a gradient of the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Scored(nn.Module):
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_results_are_counted_to_the_end(share: float) -> None:
-    """Logits that leave the program are there behind the recomputation that they are kept for."""
+    """Returned logits count as memory during the recomputation."""
     tokens = torch.zeros(4, 4, dtype=torch.int64)
     problem = joint(problem_of(trace(Scored(), (tokens, tokens), {}), LINE))
     found = [peaks(problem, choice) for choice in seen(problem, share)]
@@ -117,7 +117,7 @@ def test_results_are_counted_to_the_end(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_each_result_of_a_call_is_counted_as_long_as_it_or_a_view_of_it_is_there(share: float) -> None:
-    """Kept or made again; one that nothing reads again is there while the call is."""
+    """Each result of a call counts as long as the result or a view lives; an unread result lives during the call."""
     program = trace(Normed(), (torch.zeros(4, 4, 8), torch.zeros(4, 4, 8)), {})
     problem = joint(problem_of(program, LINE))
     choices = seen(problem, share)

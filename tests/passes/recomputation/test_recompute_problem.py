@@ -1,4 +1,4 @@
-"""The problem with recomputation: true to the program that it stands for, and solved to the optimum."""
+"""The recomputation problem equals the programs that it describes, and is solved to the optimum."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
-from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Policy, find_options
-from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, RecomputeProblem, build_recompute_problem
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, ValuePolicy, find_options
+from passes.recomputation.recompute_problem import NOTHING_RESTORED, RecomputeProblem, Restored, build_recompute_problem
 from passes.recomputation.recompute_search import solve_jointly
-from passes.recomputation.with_again import with_again
+from passes.recomputation.with_restored import with_restored
 from tests.passes.blocks import blocks_program, h100s, peak_of, perceptron_program, problem_of
 
 LINE = Mesh({"x": 2})
 
 
 class Pointwise(nn.Module):
-    """A weight under a chain of functions, some of whose derivatives need their operand and some their result."""
+    """A weight under a chain of functions, whose derivatives need operands or results."""
 
     def __init__(self, rows: int, functions: Sequence[str]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def offloading(planning: PlanningProblem) -> RecomputeProblem:
     """The problem that only offloads."""
     options = find_options(planning, least_share=0.0, offload=True)
     policies = {
-        number: tuple(policy for policy in found if policy is Policy.AS_READ or policy in OFFLOADED)
+        number: tuple(policy for policy in found if policy is ValuePolicy.AS_READ or policy in OFFLOADED)
         for number, found in options.policies.items()
     }
     return build_recompute_problem(planning, dataclasses.replace(options, policies=policies))
@@ -81,7 +81,7 @@ def example(name: str) -> RecomputeProblem:
 
 
 def drawn_choice(problem: RecomputeProblem, seed: int) -> tuple[int, ...]:
-    """A choice of finite cost: the cheapest one for random costs of options."""
+    """Draw a choice of finite cost: the cheapest choice for random costs of options."""
     generator = np.random.default_rng(seed)
     assignment = problem.assignment
     choice: list[int] = []
@@ -99,18 +99,18 @@ def drawn_choice(problem: RecomputeProblem, seed: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ["blocks", "perceptron"])
 def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None:
-    """Under random choices the cost is no less, and so is the memory; what it says to recompute is often done."""
+    """Cost and memory of a random choice are at least the program's with clones, and often equal."""
     problem = example(name)
     recomputed, offloaded, same = 0, 0, 0
     for seed in range(24):
         choice = drawn_choice(problem, seed)
-        again, strategies = problem.again(choice), problem.without_policies(choice)
-        running = with_again(problem.planning, again)
+        restored, strategies = problem.restored(choice), problem.without_policies(choice)
+        running = with_restored(problem.planning, restored)
         cost = running.assignment.cost_of(strategies)
         assert cost <= problem.assignment.cost_of(choice) * (1 + 1e-12)
         assert running.usage(strategies).max() <= problem.usage(choice).max()
-        recomputed += bool(again.recomputed)
-        offloaded += bool(again.offloaded)
+        recomputed += bool(restored.recomputed)
+        offloaded += bool(restored.offloaded)
         same += cost == pytest.approx(problem.assignment.cost_of(choice), rel=1e-12)
     assert min(recomputed, offloaded) >= 12
     assert same >= 2
@@ -121,15 +121,15 @@ def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
     problem = example("blocks")
     free = Search()(problem.planning)
     found = Search(0.75 * float(problem.planning.usage(free.choice).max()))(problem)
-    again, strategies = problem.again(found.choice), problem.without_policies(found.choice)
-    running = with_again(problem.planning, again)
-    assert len(again.recomputed) >= 4
+    restored, strategies = problem.restored(found.choice), problem.without_policies(found.choice)
+    running = with_restored(problem.planning, restored)
+    assert len(restored.recomputed) >= 4
     assert running.assignment.cost_of(strategies) == pytest.approx(found.cost, rel=1e-12)
     assert running.usage(strategies).max() == problem.usage(found.choice).max()
 
 
 def test_nothing_recomputed_costs_what_it_did() -> None:
-    """Keeping every value as it is read costs as much as no recomputation, and takes no less memory."""
+    """Keeping every value costs the plain program's price, and takes at least its memory."""
     problem = example("blocks")
     planning = problem.planning
     for seed in range(20):
@@ -138,11 +138,11 @@ def test_nothing_recomputed_costs_what_it_did() -> None:
         assert problem.without_policies(choice) == choice
         assert problem.assignment.cost_of(choice) == planning.assignment.cost_of(choice)
         assert problem.usage(choice).max() >= planning.usage(choice).max()
-        assert problem.again(choice) == NOTHING_AGAIN
+        assert problem.restored(choice) == NOTHING_RESTORED
 
 
 def test_memory_rows_are_the_usage() -> None:
-    """At every point, whatever the choice."""
+    """Memory rows are the usage at every point, for any choice."""
     problem = example("perceptron")
     for seed in range(5):
         choice = drawn_choice(problem, seed)
@@ -152,7 +152,7 @@ def test_memory_rows_are_the_usage() -> None:
 
 
 def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProblem]:
-    """The program with every set of values recomputed and offloaded that is possible, each at every place."""
+    """Return the program with each possible set of recomputed and offloaded values, at each place."""
     numbers = sorted(problem.options.policies)
     sizes = [len(cost) for cost in problem.planning.assignment.costs]
     seen = set()
@@ -166,23 +166,23 @@ def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProb
     for nodes in sorted(seen, key=len):
         recomputed = tuple(node for node in nodes if isinstance(node, RecomputedNode))
         offloaded = tuple(node for node in nodes if isinstance(node, OffloadedNode))
-        yield with_again(problem.planning, Again(recomputed, offloaded))
+        yield with_restored(problem.planning, Restored(recomputed, offloaded))
 
 
 def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[RecomputedNode | OffloadedNode]:
-    """Yield all recomputed and offloaded values, also those that make no memory under these strategies."""
+    """Yield all recomputed and offloaded values, also values without memory under these strategies."""
     for name, before in problem.options.anchors.items():
         variable = problem.planning.classes[name]
         number = choice[variable] // len(problem.planning.assignment.costs[variable])
-        policy = problem.options.policies.get(variable, (Policy.AS_READ,))[number]
+        policy = problem.options.policies.get(variable, (ValuePolicy.AS_READ,))[number]
         if policy in RECOMPUTED:
             yield RecomputedNode(name, before[policy], "")
         if policy in OFFLOADED:
             yield OffloadedNode(name, before[policy], "")
 
 
-def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
-    """The search equals trying all that may be there again, each program with its own exact search and memory."""
+def assert_optimal(problem: RecomputeProblem, limit: float) -> Restored | None:
+    """Check the search against trying all choices, each program with its own exact search and memory."""
     search = Search(limit)
     alone = Search(limit, says_smallest=False)  # what a program that does not fit would take is not asked
     costs = []
@@ -197,7 +197,7 @@ def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
         return None
     found = search(problem)
     assert found.cost == pytest.approx(min(costs), rel=1e-9)
-    return problem.again(found.choice)
+    return problem.restored(found.choice)
 
 
 @pytest.mark.slow
@@ -208,14 +208,14 @@ def test_the_search_equals_trying_every_recomputation(program: Program, share: f
     planning = problem_of(program, LINE)
     problem = build_recompute_problem(planning, find_options(planning, least_share=0.0))
     limit = share * float(planning.usage(Search()(planning).choice).max())
-    again = assert_optimal(problem, limit)
-    if again is not None:
+    restored = assert_optimal(problem, limit)
+    if restored is not None:
         found = solve_jointly(planning, Search(limit), {}, (), peak_of, offload=False)
         assert found.solution.cost == pytest.approx(Search(limit)(problem).cost, rel=1e-9)
 
 
 class Sines(nn.Module):
-    """A scaled input under sines, each of which keeps its operand for its derivative."""
+    """A scaled input under a chain of sines, whose derivatives keep their operands."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -239,11 +239,11 @@ def sines(count: int) -> Program:
     ("count", "ranks", "share", "offloaded"), [(4, 1, 0.7, 2), (4, 1, 0.9, 1), (3, 1, 0.7, 0), (3, 2, 0.5, 1)]
 )
 def test_the_search_equals_trying_every_offload(count: int, ranks: int, share: float, offloaded: int) -> None:
-    """The least cost over all sets of offloaded values; what fits with none of them, or with all, is told too."""
+    """The search equals the least cost over all sets of offloaded values, and marks sets of none or all."""
     planning = problem_of(sines(count), Mesh({"x": ranks}))
     limit = share * float(planning.usage(Search()(planning).choice).max())
-    again = assert_optimal(offloading(planning), limit)
-    assert (0 if again is None else len(again.offloaded)) == offloaded
+    restored = assert_optimal(offloading(planning), limit)
+    assert (0 if restored is None else len(restored.offloaded)) == offloaded
 
 
 def slow_cluster(link: HostLink | None) -> Cluster:
@@ -257,24 +257,24 @@ NEAR = HostLink(1e12, 1e12)
 
 
 def test_the_search_equals_trying_recomputation_and_offload() -> None:
-    """The least cost over all sets of both."""
+    """The search equals the least cost over all sets of recomputed and offloaded values."""
     planning = planning_problem(sines(2), LINE, slow_cluster(NEAR), PlanOptions())
     assert_optimal(joint(planning), float(planning.usage(Search()(planning).choice).max()) - 1)
 
 
 @pytest.mark.parametrize("link", [NEAR, None])
 def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
-    """A device with a host link offloads if that is the cheapest; without a link values are recomputed."""
+    """A device with a host link offloads if offloading is cheapest; a device without a link recomputes."""
     planning = planning_problem(sines(4), Mesh({"x": 1}), slow_cluster(link), PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
-    again = solve_jointly(planning, Search(limit), {}, (), peak_of).again
-    assert bool(again.offloaded) == (link is not None)
-    assert bool(again.recomputed) == (link is None)
+    restored = solve_jointly(planning, Search(limit), {}, (), peak_of).restored
+    assert bool(restored.offloaded) == (link is not None)
+    assert bool(restored.recomputed) == (link is None)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_the_host_holds_no_more_than_it_has(share: float) -> None:
-    """Neither in plans nor in those that are within the limit that an error names, which one then is."""
+    """Offloaded values fit the host, also in a plan at the limit that an error names."""
     one, cluster = Mesh({"x": 1}), slow_cluster(NEAR)
     planning = planning_problem(sines(4), one, cluster, PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
@@ -283,7 +283,7 @@ def test_the_host_holds_no_more_than_it_has(share: float) -> None:
     narrow = planning_problem(sines(4), one, Cluster(node, 1, cluster.devices_per_node), PlanOptions())
     found = solve_jointly(narrow, Search(limit), {}, (), peak_of)
     assert found.host_bytes <= room
-    assert bool(found.again.offloaded) == (share == 1.0)
+    assert bool(found.restored.offloaded) == (share == 1.0)
     with pytest.raises(DoesNotFitError) as caught:
         solve_jointly(narrow, Search(1.0), {}, (), peak_of)
     found = solve_jointly(narrow, Search(caught.value.smallest_bytes), {}, (), peak_of)
@@ -298,7 +298,7 @@ def test_stages_of_a_sweep_of_limits() -> None:
     with pytest.raises(DoesNotFitError):
         solve_jointly(planning, Search(0.3 * largest), {}, (), peak_of)
     found = [solve_jointly(planning, Search(share * largest), {}, (), peak_of) for share in (0.34, 0.45, 0.6, 1.0)]
-    stages = [(bool(item.again.recomputed), bool(item.again.offloaded)) for item in found]
+    stages = [(bool(item.restored.recomputed), bool(item.restored.offloaded)) for item in found]
     assert stages == [(True, True), (True, False), (False, False), (False, False)]
     costs = [item.solution.cost for item in found]
     assert costs == sorted(costs, reverse=True)
@@ -306,20 +306,20 @@ def test_stages_of_a_sweep_of_limits() -> None:
 
 
 def test_policies() -> None:
-    """A value that the backward reads may be recomputed; a value that only feeds recomputed ones may also be kept.
+    """A value that the backward reads may be recomputed; a value that only feeds recomputed values may be kept.
 
-    The first value that a block's backward reads is recomputed there, early and late being the same.
+    The first value that a block's backward reads has one way to be recomputed, because early and late are equal.
     """
     problem = example("blocks")
     policies = {problem.planning.members[number][0]: found for number, found in problem.options.policies.items()}
-    assert policies["fan_out_10"] == (Policy.AS_READ, *RECOMPUTED, *OFFLOADED)
-    assert policies["mm"] == (Policy.AS_READ, Policy.KEPT, Policy.EARLY, Policy.LATE)
-    assert policies["gelu"] == (Policy.AS_READ, Policy.KEPT, Policy.EARLY)
+    assert policies["fan_out_10"] == (ValuePolicy.AS_READ, *RECOMPUTED, *OFFLOADED)
+    assert policies["mm"] == (ValuePolicy.AS_READ, ValuePolicy.KEPT, ValuePolicy.EARLY, ValuePolicy.LATE)
+    assert policies["gelu"] == (ValuePolicy.AS_READ, ValuePolicy.KEPT, ValuePolicy.EARLY)
     assert not set(policies) & {slot.node for slot in problem.space.program.inputs}
 
 
 class HandsOut(nn.Module):
-    """A model that also returns what its backward reads."""
+    """A model that also returns a value of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class HandsOut(nn.Module):
 
 
 def test_what_leaves_the_program_is_not_recomputed() -> None:
-    """An output stays; what is made of it may be recomputed."""
+    """An output is kept, and a value computed from the output may be recomputed."""
     with torch.device("meta"):
         program = trace(HandsOut(), (torch.zeros(64, 64),), {})
     problem = joint(problem_of(program, LINE))
@@ -342,7 +342,7 @@ def test_what_leaves_the_program_is_not_recomputed() -> None:
 
 
 def test_small_values_are_left_alone() -> None:
-    """With a least share, only what is that large is recomputed for its own sake."""
+    """With a least share, only values of that size start a recomputation."""
     planning = example("blocks").planning
     assert not find_options(planning, least_share=1.0).policies
     few = find_options(planning, least_share=0.2).policies
@@ -351,7 +351,7 @@ def test_small_values_are_left_alone() -> None:
 
 
 class TwoSizes(nn.Module):
-    """A few rows and many rows: of each an exponential that the backward reads."""
+    """A model with an exponential of a few rows and one of many rows in its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,10 +363,10 @@ class TwoSizes(nn.Module):
 
 @pytest.mark.parametrize(("rows", "is_small"), [(128, False), (4096, True)])
 def test_unless_asked_values_below_a_thousandth_are_left_alone(rows: int, is_small: bool) -> None:
-    """64 numbers beside 128 or 4,096 rows of 64, of which the backward reads some values."""
+    """By default values below a thousandth of the memory are kept, here 64 numbers beside 128 or 4,096 rows."""
     with torch.device("meta"):
         planning = problem_of(trace(TwoSizes(), (torch.zeros(rows, 64),), {}), LINE)
     found = find_options(planning).anchors
     nodes = [site.node for name, site in planning.space.sites.items() if name in found]
-    again = {tuple(node.meta["val"].shape) for node in nodes if node is not None and "exp" in str(node.target)}
-    assert again == ({(rows, 64)} if is_small else {(64,), (rows, 64)})
+    restored = {tuple(node.meta["val"].shape) for node in nodes if node is not None and "exp" in str(node.target)}
+    assert restored == ({(rows, 64)} if is_small else {(64,), (rows, 64)})

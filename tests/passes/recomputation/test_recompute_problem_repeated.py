@@ -1,4 +1,4 @@
-"""A program without a model's inner blocks recomputes and offloads what the whole one does, at the same cost."""
+"""A program without inner blocks recomputes and offloads as the whole program does, at equal cost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
-from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.recompute_problem import RecomputeProblem, Restored, build_recompute_problem
+from passes.recomputation.with_restored import host_bytes, with_restored
 from tests.passes.blocks import peak_of, problem_of
 from tests.passes.deep import adamw, alike, in_turn, short_step, step
 from tests.passes.recomputation.test_recompute_problem import drawn_choice
@@ -29,7 +29,7 @@ def _joint(planning: PlanningProblem) -> RecomputeProblem:
 
 
 def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: Sequence[int]) -> tuple[int, ...]:
-    """The choice of the whole program that one of the short program stands for."""
+    """Return the choice of the whole program for a choice of the short program."""
     matches = match_nodes(short.space.program, whole.space.program)
     found = []
     for variable, members in enumerate(whole.planning.members):
@@ -47,7 +47,7 @@ def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: S
 def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
     make: Callable[[int], nn.Module], depth: int, mesh: Mesh, micro_batches: int | None
 ) -> None:
-    """Under any choice: what is brought back, when, what that costs, and the memory as counted and as it is."""
+    """Any choice has equal copies, times, costs, and counted and exact memory in the short and the whole program."""
     model = make(depth)
     update = None if micro_batches is None else adamw(model)
     programs = step(model, update), short_step(model, update, margin=2)
@@ -63,22 +63,22 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
         used = short.usage(choice)
         assert used.max() == whole.usage(same).max()
         assert used.max() == short.memory_row(int(used.argmax())).bytes_of(choice, short.assignment.edges)
-        again, strategies = short.again(choice), short.without_policies(choice)
-        running, other = with_again(short.planning, again), with_again(whole.planning, whole.again(same))
+        restored, strategies = short.restored(choice), short.without_policies(choice)
+        running, other = with_restored(short.planning, restored), with_restored(whole.planning, whole.restored(same))
         of_other = whole.without_policies(same)
         assert peak_of(running, strategies) == pytest.approx(peak_of(other, of_other), rel=0.01)
         assert host_bytes(running, strategies) == host_bytes(other, of_other)
-    plan = _plan(running, strategies, again)
+    plan = _plan(running, strategies, restored)
     expanded = expand_plan(plan, short.space.program, whole.space.program)
-    of_whole = _plan(other, of_other, whole.again(same))
+    of_whole = _plan(other, of_other, whole.restored(same))
     assert expanded.program_digest == of_whole.program_digest
     assert (expanded.recompute.nodes, expanded.offload.nodes) == (of_whole.recompute.nodes, of_whole.offload.nodes)
     assert expanded.nodes == of_whole.nodes
 
 
-def _plan(running: PlanningProblem, choice: Sequence[int], again: Again) -> Plan:
+def _plan(running: PlanningProblem, choice: Sequence[int], restored: Restored) -> Plan:
     plan = lowered_plan(running, choice, 0.0, None, running.prices.cluster, PlanOptions()).plan
-    recompute = dataclasses.replace(plan.recompute, nodes=again.recomputed)
+    recompute = dataclasses.replace(plan.recompute, nodes=restored.recomputed)
     return dataclasses.replace(
-        plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=again.offloaded)
+        plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=restored.offloaded)
     )

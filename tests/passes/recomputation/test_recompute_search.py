@@ -1,4 +1,4 @@
-"""When the search recomputes, and what more memory does."""
+"""The search recomputes in little memory, and uses more memory well."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from passes.prediction.utilisation import utilisation
 from passes.recomputation import fitting, recompute_search
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_options import RecomputeOptions, find_options
-from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import with_again
+from passes.recomputation.recompute_problem import RecomputeProblem, Restored, build_recompute_problem
+from passes.recomputation.with_restored import with_restored
 from passes.solver.assignment import Assignment
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import (
@@ -74,7 +74,7 @@ def largest() -> float:
 
 
 def test_what_fits_recomputes_nothing() -> None:
-    """A budget that does not bind gives the plan without one."""
+    """A limit with room gives the plan without a limit."""
     plan = plan_within(largest())
     assert plan.recompute == NO_RECOMPUTE
     assert plan.objective == plan_within(None).objective
@@ -82,7 +82,7 @@ def test_what_fits_recomputes_nothing() -> None:
 
 
 def test_step_time_never_rises_with_memory() -> None:
-    """From what is too small to what is plentiful; each plan fits; the tightest recomputes most."""
+    """Each plan fits its limit, a step is never slower with more memory, and the least memory recomputes most."""
     shares = (0.6, 0.7, 0.8, 0.9, 1.0)
     plans = [plan_within(share * largest()) for share in shares]
     for share, plan in zip(shares, plans, strict=True):
@@ -97,7 +97,7 @@ def test_step_time_never_rises_with_memory() -> None:
 
 @pytest.mark.parametrize("looks", [1, 12])
 def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
-    """Without a memory limit, and with it; no bound of a part of the problem is taken for one of the whole."""
+    """A stopped search returns a fitting plan, with or without a limit, and its bound covers the whole problem."""
     control, shown = SearchControl(), []
 
     def show(progress: Progress) -> None:
@@ -131,7 +131,7 @@ def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monke
 
 @pytest.mark.slow
 def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best known recipe that fits; where none is known it builds on, as something is to be found."""
+    """Without time to build the problem the best fitting recipe wins; without a fitting recipe building continues."""
 
     def late(
         planning: PlanningProblem, options: RecomputeOptions, *, control: SearchControl | None
@@ -163,7 +163,7 @@ def test_a_search_without_time_gives_a_plan_that_fits(share: float, with_baselin
 
 
 def test_recomputation_is_never_worse() -> None:
-    """Beside the search without it, which may find that nothing fits; both are content within 1 %."""
+    """The search is within 1 % of a search without recomputation, or finds a plan where the latter does not."""
     budget = 0.8 * largest()
     try:
         without = plan_within(budget, recompute=False).objective
@@ -173,7 +173,7 @@ def test_recomputation_is_never_worse() -> None:
 
 
 def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where none of the attempts, whose memory is counted by tables, gives a plan that fits."""
+    """The result is no worse than the starting plan, also if no attempt of the search fits."""
     monkeypatch.setattr(fitting, "_ATTEMPTS", 0)
     budget = 0.9 * largest()
     start = Search(budget)(problem())
@@ -184,19 +184,19 @@ def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
 def test_a_plan_before_costs_what_it_did(share: float) -> None:
-    """With what it recomputes, in the memory that it took."""
+    """An earlier plan keeps its cost, recomputation and memory."""
     before = plan_within(share * largest())
     known = solution_of(before, problem(), {})
     assert known is not None
     assert known.solution.cost == pytest.approx(before.objective, rel=1e-9)
     assert known.peak_bytes(peak_of) == before.predicted.peak_memory_bytes
-    assert known.again == Again(before.recompute.nodes, before.offload.nodes)
+    assert known.restored == Restored(before.recompute.nodes, before.offload.nodes)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
 @pytest.mark.parametrize("shares", list(pairwise((0.6, 0.7, 0.8, 0.9, 1.0))))
 def test_with_a_plan_before_more_memory_is_never_slower(shares: tuple[float, float], seconds: float) -> None:
-    """However short the time: the plan of a tighter limit fits in a wider one; a bound stays one of all plans."""
+    """An earlier plan of a tighter limit fits a wider limit, so more memory is never slower in any time."""
     less, more = (share * largest() for share in shares)
     before = plan_within(less)
     control = SearchControl.within(seconds)
@@ -208,7 +208,7 @@ def test_with_a_plan_before_more_memory_is_never_slower(shares: tuple[float, flo
 
 
 def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> None:
-    """It is then as if it were not given."""
+    """An earlier plan that does not fit, or is of another program, is ignored."""
     before, budget = plan_within(None), 0.6 * largest()
     control = SearchControl.within(0.0)
     options = PlanOptions(memory_budget=budget, control=control, with_baselines=False, before=before)
@@ -219,7 +219,7 @@ def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> N
 
 @pytest.mark.slow
 def test_what_cannot_fit_is_said() -> None:
-    """With the smallest budget that would do, all recomputation that there is considered."""
+    """An error gives the smallest limit under full recomputation."""
     with pytest.raises(DoesNotFitError) as caught:
         plan_within(0.05 * largest(), seconds=30.0)
     smallest = caught.value.smallest_bytes
@@ -228,7 +228,7 @@ def test_what_cannot_fit_is_said() -> None:
 
 
 def test_time_and_flops_of_recomputation() -> None:
-    """The cost that it adds is that of the clones; the hardware's FLOPs count them, the model's do not."""
+    """Recomputation costs the time of its clones; the hardware's FLOPs count clones, the model's do not."""
     plan, free = plan_within(0.6 * largest()), plan_within(None)
     assert plan.recompute.time_s > 0
     assert plan.predicted.breakdown["recompute"] > 0
@@ -246,16 +246,16 @@ PLACES = {
     "square": (SQUARE, h100s(SQUARE)),
     "square of two nodes": (SQUARE, two_nodes(SQUARE)),
 }
-"""Meshes, and what they lie on."""
+"""Meshes and their clusters."""
 
 MOST_CHOICES = 5_000
-"""Choices that cost less than what is found, of which an example has that many at most."""
+"""Largest number of choices below the cost of a found plan in an example."""
 
 MOST_ENTRIES = 30_000_000
 """Entries of the largest table that the oracle makes."""
 
 NEAR = 0.01
-"""How much more than the cheapest plan that fits what is found may cost."""
+"""Largest excess of a found plan's cost over the cheapest fitting plan."""
 
 
 def searched(planning: PlanningProblem) -> RecomputeProblem:
@@ -266,9 +266,9 @@ def searched(planning: PlanningProblem) -> RecomputeProblem:
 def check_near_the_best(
     planning: PlanningProblem, limit: float, allowed: Mapping[int, np.ndarray] | None = None
 ) -> None:
-    """Check that a found plan fits to the byte, and that none that fits as tables count is cheaper by over `NEAR`.
+    """Check that a found plan fits exactly, and that no counted choice is cheaper by over `NEAR`.
 
-    Nothing that fits as they count is cheaper than the bound either, so that the gap is true.
+    The bound is at most the cost of every choice that fits by the count, so the gap is true.
     """
     problem, allowed = searched(planning), allowed or {}
     every = restrict(problem.assignment, problem.widen(allowed))
@@ -305,7 +305,7 @@ def test_the_search_is_near_the_best_of_every_plan(place: str, program: Program,
 @settings(max_examples=40)
 @given(st.data(), programs(max_blocks=1, whole_steps=None), st.sampled_from([*PLACES, "three"]))
 def test_the_search_is_near_the_best_of_drawn_programs(data: st.DataObject, drawn: DrawnProgram, place: str) -> None:
-    """In the memory of any plan, and a byte below; with constraints or without."""
+    """The search is near the optimum of drawn programs, in any plan's memory and a byte below."""
     planning = problem_of_drawn(drawn, *PLACES.get(place, (THREE, h100s(THREE))))
     constraints = drawn_constraints(data, planning) if data.draw(st.booleans()) else {}
     problem = searched(planning)
@@ -315,7 +315,7 @@ def test_the_search_is_near_the_best_of_drawn_programs(data: st.DataObject, draw
 
 
 def drawn_constraints(data: st.DataObject, planning: PlanningProblem) -> dict[str, PartitionSpec]:
-    """Specs of some parameters and inputs; together they allow something."""
+    """Draw specs of some parameters and inputs, with at least one legal plan."""
     sites = {site: name for name, site in constrainable(planning.space).items() if site != name}
     some = data.draw(st.lists(st.sampled_from(sorted(sites)), unique=True))
     specs = {sites[site]: data.draw(st.sampled_from(own_specs(planning.space.sites[site]))) for site in some}
@@ -325,10 +325,10 @@ def drawn_constraints(data: st.DataObject, planning: PlanningProblem) -> dict[st
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tables_count_no_less_than_what_runs(seed: int) -> None:
-    """With recomputation and offload: so what fits as they count does."""
+    """Tables count at least the running program's memory, so a plan that fits by the tables fits."""
     problem = joint(problem_of(perceptron_program(64), LINE))
     choice = drawn_choice(problem, seed)
-    running = with_again(problem.planning, problem.again(choice))
+    running = with_restored(problem.planning, problem.restored(choice))
     assert problem.usage(choice).max() >= peak_of(running, problem.without_policies(choice))
 
 

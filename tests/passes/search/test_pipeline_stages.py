@@ -1,19 +1,20 @@
-"""Which blocks a stage has, on which rank it is, and how long a pipeline takes."""
+"""Blocks and ranks of stages, and the time of a pipeline."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from autoshard import RecipeError
 from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
 from cost_models.schedule_orders import SCHEDULES, rank_orders
-from passes.search.pipeline_stages import even_blocks, in_flight, rank_layers, share_out, stages_time
+from passes.search.pipeline_stages import even_blocks, in_flight, rank_counts, share_out, stages_time
 from tests.cost_models.in_flight import peak_in_flight
 
 
 def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
-    """The first stage has what comes before the blocks, the last what comes after."""
+    """Blocks are divided evenly; the first and the last stage have the layers before and after the blocks."""
     stages = share_out(("b",) * 10, Execution(pipeline=4))
     assert [dict(stage.layers).get("b") for stage in stages] == [2, 3, 3, 2]
     assert stages[0].layers[0] == ("before", 1)
@@ -27,7 +28,7 @@ def test_ends_count_as_blocks_where_they_are_split() -> None:
 
 
 def test_given_counts_are_kept() -> None:
-    """And must be as many as there are blocks."""
+    """Given counts of blocks are kept, and must sum to the blocks."""
     stages = share_out(("b",) * 5, Execution(pipeline=2, stage_layers=(4, 1)))
     assert [dict(stage.layers)["b"] for stage in stages] == [4, 1]
     with pytest.raises(RecipeError, match="shares out 5 blocks; the model has 6"):
@@ -41,9 +42,9 @@ def test_given_counts_are_kept() -> None:
 def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, first: list[int]) -> None:
     """Looped, or as a V: then the first rank has the last stage too."""
     recipe = Execution(pipeline=4, virtual_stages=2, schedule=schedule, stage_layers=(1,) * 8)
-    stages = share_out([f"block {index}" for index in range(8)], recipe)
-    inside = [f"block {index}" for index in first]
-    assert [name for name in rank_layers(stages, recipe)[0] if name.startswith("block")] == inside
+    names = [f"block {index}" for index in range(8)]
+    counts = rank_counts(names, share_out(names, recipe), recipe)
+    assert np.flatnonzero(counts[0]).tolist() == first
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -56,6 +57,6 @@ def test_stages_hold_what_their_schedule_has_in_flight(schedule: str) -> None:
 
 
 def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:
-    """The message says what it takes."""
+    """A number of micro-batches outside of a schedule is refused with the allowed numbers."""
     with pytest.raises(RecipeError, match="pipeline=4, virtual_stages=2: Interleaved1F1B on ranks=4 takes micro-b"):
         stages_time([StageTimes(1.0, 1.0, 1.0)] * 8, Execution(pipeline=4, virtual_stages=2, global_batch=9))

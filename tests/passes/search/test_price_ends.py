@@ -1,4 +1,4 @@
-"""What a rank does once per step: it reduces gradients, updates parameters, and gathers them."""
+"""A rank reduces gradients, updates parameters and gathers parameters once per step."""
 
 from __future__ import annotations
 

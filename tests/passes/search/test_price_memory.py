@@ -56,7 +56,7 @@ def test_the_update_counts_where_it_is_the_peak() -> None:
 
 
 def test_offloaded_state_is_not_on_the_device() -> None:
-    """It lies in the host's memory."""
+    """Offloaded state lies in the host's memory."""
     assert "optimizer state" not in _memory(Execution(data=2, zero=1, offload="optimizer")).parts
 
 

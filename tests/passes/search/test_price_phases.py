@@ -28,7 +28,7 @@ NODE = node_type("a100_sxm_80gb")
 
 @st.composite
 def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
-    """Some work, part of it attention, its tail, products of weight gradients; and collectives over every axis."""
+    """Draw kernels, some of attention, a tail, products of weight gradients, and collectives over every axis."""
     parts = draw(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, COUNTS, COUNTS))
     core = Busy(attention_s=parts[1], kernels=1)
     tail = Busy(memory_s=parts[2], kernels=parts[4])
@@ -60,7 +60,7 @@ NAMED = ((None, 1), *((item.name, item.least_stages) for item in SCHEDULES.value
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Execution:
-    """One that keeps or recomputes, shards, sends beside computation or not, with any schedule."""
+    """Draw a recipe with any recomputation, sharding, overlap and schedule."""
     schedule, virtual = draw(st.sampled_from(NAMED))
     data, tensor, context, turns = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [4, 8]))
     is_replicated = data * context > 1
@@ -98,7 +98,7 @@ KERNELS = (("matmul_s", "weight_gradient_s"), ("attention_s",), ("memory_s",))
 
 
 def _with_kernels(price: LayerPrice, names: Sequence[str], factor: float) -> LayerPrice:
-    """A layer class some of whose kernels take so many times as long."""
+    """Multiply the time of some kernels of a layer class by a factor."""
 
     def busy(given: Busy) -> Busy:
         return dataclasses.replace(given, **{name: factor * getattr(given, name) for name in names})
@@ -132,7 +132,7 @@ SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
 def test_no_step_is_longer_where_a_part_is_faster(
     prices: Mapping[str, LayerPrice], recipe: Execution, factor: float
 ) -> None:
-    """Products, attention, other kernels, links in nodes and between them; rounding apart."""
+    """No step is slower with faster products, attention, kernels or links, but for rounding."""
     as_it_is = _seconds(prices, recipe) * (1 + 1e-12)
     for names in KERNELS:
         faster = {name: _with_kernels(price, names, factor) for name, price in prices.items()}

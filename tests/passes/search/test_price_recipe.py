@@ -19,7 +19,7 @@ from passes.search.price_recipe import (
     Step,
     accumulation_bytes,
     copies_time,
-    layer_time,
+    layer_times,
     send_time,
     sharded_time,
 )
@@ -49,7 +49,7 @@ def test_a_micro_batch_more_takes_its_own_time() -> None:
 
 
 def test_slower_kernels_make_slower_steps() -> None:
-    """And so does a slower network, where there is one."""
+    """Slower kernels slow the step, and so does a slower network in use."""
     recipe = Execution(data=16, micro_batch=8192)
     node = node_type("h100_sxm")
     plain, kernels, network = (
@@ -60,12 +60,12 @@ def test_slower_kernels_make_slower_steps() -> None:
 
 
 def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
-    """A tiny model takes what issuing its kernels takes."""
+    """A tiny model takes the time to issue its kernels, unless a graph is captured."""
     assert _seconds(under(Execution(), cuda_graph=True)) < 0.6 * _seconds(Execution())
 
 
 def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts() -> None:
-    """Tensor ranks send a part of a block's input each; with sequence parallelism the next stage has the same part."""
+    """Tensor ranks send a part of a block's input each, which the next stage gathers without sequence parallelism."""
     whole = Execution(tensor=4, pipeline=2, micro_batch=64)
     split = dataclasses.replace(whole, sequence_parallel=True)
     cluster = _cluster(whole)
@@ -76,7 +76,7 @@ def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts(
 
 
 def test_early_stop_saves_the_last_product() -> None:
-    """It lies between no recomputation and all of it."""
+    """Early stop of recomputation saves the last product, between no and full recomputation."""
     recipes = [
         Execution(micro_batch=64, recompute="none"),
         under(Execution(micro_batch=64, recompute="full"), early_stop=True),
@@ -88,24 +88,24 @@ def test_early_stop_saves_the_last_product() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None:
-    """Of what it keeps, there and back; the step is longer by what they slow down, or leave to wait for."""
+    """Copies to the host run beside the block's work, and lengthen the step by slowdowns and waits."""
     recipe = under(Execution(micro_batch=64, recompute=recompute), cuda_graph=True)
     away = dataclasses.replace(recipe, offload="activations")
     cluster = _cluster(recipe)
     prices = PRICED.counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     for name in dict.fromkeys(BLOCKS):
-        here, there = (layer_time(prices[name], each, groups, cluster, is_block=True) for each in (recipe, away))
+        here, there = (layer_times({name: prices[name]}, each, groups, cluster) for each in (recipe, away))
         out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
         assert out_s > 0
-        assert there.forward_s == beside(here.forward_s, out_s)
-        backward_s = beside(here.backward_s + here.recompute_s, back_s)
-        assert there.backward_s + there.recompute_s == pytest.approx(backward_s)
+        assert there.forward_s[0] == beside(here.forward_s[0], out_s)
+        backward_s = beside(here.backward_s[0] + here.recompute_s[0], back_s)
+        assert there.backward_s[0] + there.recompute_s[0] == pytest.approx(backward_s)
     assert _seconds(away) > _seconds(recipe)
 
 
 def test_overlap_hides_communication() -> None:
-    """Of gradients and of tensor collectives."""
+    """Overlap hides gradients and tensor collectives."""
     base = Execution(data=8, tensor=8, micro_batch=16)
     apart = under(base, overlap_gradients=False, overlap_tensor=False, overlap_parameters=False)
     hidden, shown = map(_seconds, (base, apart))
@@ -120,12 +120,11 @@ def test_gradients_are_summed_only_over_several_micro_batches() -> None:
 
 
 def test_selective_recomputation_repeats_attentions_core_only() -> None:
-    """Fused attention has none: it keeps no scores."""
+    """Selective recomputation repeats attention's core, and does nothing for fused attention without kept scores."""
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
-    price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
-    times = layer_time(price, recipe, recipe_groups(recipe, cluster), cluster, is_block=True)
-    assert times.recompute_s == 0
+    prices = PRICED.counted.layer_prices(recipe, cluster)
+    assert not layer_times(prices, recipe, recipe_groups(recipe, cluster), cluster).recompute_s.any()
 
 
 def test_blocking_launches_add_the_host_to_the_device() -> None:
@@ -151,7 +150,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
 
 
 def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
-    """ZeRO-2 with several micro-batches; with a single one it reduces once, as ZeRO-1 does."""
+    """ZeRO-2 reduces gradients for each micro-batch, and a single micro-batch as ZeRO-1."""
     for batch in (8, 64):
         one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
         cluster = _cluster(one)
@@ -162,7 +161,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
 
 
 def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
-    """Not for both: what each micro-batch reduced is not reduced again at the end."""
+    """A step waits for gradients at the end or for each micro-batch, and never for both."""
     for zero, is_reduced in ((1, True), (2, False), (3, False)):
         recipe = Execution(data=8, zero=zero, global_batch=64)
         cluster = _cluster(recipe)

@@ -1,4 +1,4 @@
-"""What experts cost: their products, and the tokens that are sent to them."""
+"""Experts cost their products and the dispatch of their tokens."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _exchanges(recipe: Execution) -> list[AxisTraffic]:
 
 
 def test_tokens_count_once_for_each_of_their_experts() -> None:
-    """Two experts a token: what is sent holds each token twice."""
+    """With two experts per token, a message holds each token twice."""
     assert {item.copies for item in _exchanges(RECIPE)} == {2.0}
 
 
 def test_experts_that_are_sharded_are_gathered() -> None:
-    """Under ZeRO-3 ranks with the same experts hold a shard of them, and have two blocks' whole while they run."""
+    """ZeRO-3 shards experts over ranks with the same experts, and gathers two blocks at a time."""
     recipe = Execution(data=4, expert=2, zero=3)
     groups = recipe_groups(recipe, CLUSTER)
     prices = PRICED.counted.layer_prices(recipe, CLUSTER)
@@ -76,7 +76,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
 
 
 def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
-    """Of two experts on four ranks, 1 in 4 pairs shares its rank; starts are not less."""
+    """Merged dispatch on four ranks sends less, because 1 in 4 pairs of experts shares a rank; starts stay."""
     merged, groups = under(RECIPE, merged_dispatch=True), recipe_groups(RECIPE, CLUSTER)
     for item in _exchanges(RECIPE):
         apart, together = (traffic_time(item, recipe, groups) for recipe in (RECIPE, merged))
@@ -86,13 +86,13 @@ def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
 
 
 def test_other_traffic_is_not_sorted() -> None:
-    """Only tokens that were sent to experts are."""
+    """Only dispatched tokens are sorted."""
     item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20)
     assert sorting_time(item, RECIPE, CLUSTER) == 0.0
 
 
 def test_separate_experts_launch_a_kernel_each() -> None:
-    """With two experts on each of two ranks, each of their products is two kernels, which take no less."""
+    """Two separate experts on each of two ranks launch two kernels per product, in at least the grouped time."""
     one = Execution(data=2, expert=2, micro_batch=4096)
     each = under(one, separate_experts=True)
     cluster = Cluster("h100_sxm", 1, 2)
@@ -106,7 +106,7 @@ def test_separate_experts_launch_a_kernel_each() -> None:
 
 
 def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
-    """Exchanges of one run beside computation of another."""
+    """A single micro-batch hides no exchanges, because only another micro-batch computes beside them."""
     hidden = under(RECIPE, overlap_expert=True)
     assert _seconds(hidden) == _seconds(RECIPE)
     several = {"micro_batch": 8192, "global_batch": 4 * 8 * 4096}

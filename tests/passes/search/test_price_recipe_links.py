@@ -51,7 +51,7 @@ def _seconds(recipe: Execution, kind: Any) -> float:
     _recipes(), st.sampled_from(["h100_sxm", "a100_sxm_40gb"]), st.sampled_from(["intra", "inter"]), st.floats(1, 100)
 )
 def test_a_faster_link_never_slows_a_recipe(recipe: Execution, node: str, level: str, factor: float) -> None:
-    """Neither in the node nor between nodes."""
+    """A faster link, in the node or between nodes, slows no recipe."""
     kind = node_type(node)
     faster = dataclasses.replace(kind, **{level: getattr(kind, level).scaled(factor)})
     assert _seconds(recipe, faster) <= _seconds(recipe, kind) * (1 + 1e-9)

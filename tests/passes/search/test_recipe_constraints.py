@@ -1,4 +1,4 @@
-"""Constraints on recipes: what is found is the best of those that keep them."""
+"""A search with constraints on recipes finds the best recipe within the constraints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONSTRAINTS = st.fixed_dictionaries(
 
 @cache
 def every_recipe() -> list[tuple[float, int, Execution]]:
-    """Time and memory of all recipes that are searched without constraints."""
+    """Return time and memory of all recipes of a search without constraints."""
     found = []
     problem = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9)
     for recipe in (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes()):
@@ -50,7 +50,7 @@ def every_recipe() -> list[tuple[float, int, Execution]]:
 
 
 def keeps(recipe: Execution, constraints: dict[str, object]) -> bool:
-    """Whether every constrained field has one of its values."""
+    """Whether every constrained field has an allowed value."""
     return all(
         getattr(recipe, name) in (given if isinstance(given, (tuple, list, set)) else (given,))
         for name, given in constraints.items()
@@ -60,7 +60,7 @@ def keeps(recipe: Execution, constraints: dict[str, object]) -> bool:
 @settings(max_examples=12)
 @given(CONSTRAINTS)
 def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]) -> None:
-    """By pricing all; its price is that of `price`, and no lower than without constraints."""
+    """The result is the best of all priced recipes within the constraints, at least as slow as without constraints."""
     found = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9, pinned=pinned(constraints)).best()
     known = [(time, memory) for time, memory, recipe in every_recipe() if keeps(recipe, constraints)]
     assert (found.recipe is None) == (not known)
@@ -100,7 +100,7 @@ def test_what_a_runtime_does_is_kept_by_questions() -> None:
 
 
 def test_tensor_ranks_may_span_nodes_where_they_are_pinned() -> None:
-    """Otherwise they stay within one."""
+    """Tensor ranks span nodes only under a constraint."""
     cluster = Cluster("h100_sxm", 2, 2)
     plan = autoshard.plan(
         MODEL,
@@ -129,13 +129,13 @@ def test_tensor_ranks_may_span_nodes_where_they_are_pinned() -> None:
     ],
 )
 def test_mistakes_are_named(constraints: dict[str, object], sentence: str) -> None:
-    """What was asked, and the way out."""
+    """A mistaken constraint is refused with the way out."""
     with pytest.raises(RecipeError, match=sentence):
         pinned(constraints)
 
 
 def test_specs_are_refused() -> None:
-    """Recipes do not choose them one by one."""
+    """Constraints of single specs are refused, because recipes do not choose specs one by one."""
     with pytest.raises(NotAvailableError, match="gives a value its spec, but with global_batch="):
         pinned({"layers.*": P("data")})
 
@@ -149,7 +149,7 @@ def test_specs_are_refused() -> None:
     ],
 )
 def test_constraints_that_no_recipe_keeps_are_named(constraints: dict[str, object], sentence: str) -> None:
-    """And which of them would have to go."""
+    """Constraints that exclude every recipe are named, with the constraints to drop."""
     with pytest.raises(DoesNotFitError, match=sentence):
         autoshard.plan(
             MODEL,

@@ -21,7 +21,7 @@ def test_groups_follow_megatrons_order_of_ranks() -> None:
 
 
 def test_gradients_are_reduced_over_data_and_context() -> None:
-    """Ranks of both hold the same parameters: the group is that of as many ranks of data alone."""
+    """Gradients are reduced over data and context ranks, as over equally many ranks of data alone."""
     both, alone = Execution(data=4, context=4, tensor=2), Execution(data=16, tensor=2)
     found, expected = (recipe_groups(recipe, _cluster(recipe)) for recipe in (both, alone))
     assert found.replicas == expected.replicas

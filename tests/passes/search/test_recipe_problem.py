@@ -19,7 +19,7 @@ PROBLEM = RecipeProblem(SPARSE, CLUSTER, Execution(global_batch=8), math.inf, 8)
 
 
 def test_no_known_kind_beats_the_best_recipe() -> None:
-    """Each is the best of its kind, and of that kind."""
+    """Each known kind has its own best recipe, at least as slow as the best of all recipes."""
     best, baselines = PROBLEM.best(), PROBLEM.baselines()
     assert baselines.keys() == known_kinds(CLUSTER, has_experts=True).keys()
     assert min(found.objective for found in baselines.values()) >= best.objective
@@ -38,7 +38,7 @@ def test_a_kind_that_does_not_fit_has_no_recipe() -> None:
 
 
 def test_a_kind_that_no_recipe_is_is_left_out() -> None:
-    """With fewer sequences than ranks; by what the user pins, where none may be left; the best is found."""
+    """Kinds without a recipe, by few sequences or by constraints, are left out, and the best recipe is found."""
     few = dataclasses.replace(PROBLEM, base=Execution(global_batch=2))
     assert "Megatron TP+SP" in few.baselines()
     assert few.baselines().keys().isdisjoint({"data parallel", "ZeRO-1", "FSDP", "HSDP"})
@@ -51,7 +51,7 @@ def test_a_kind_that_no_recipe_is_is_left_out() -> None:
 @pytest.mark.parametrize("expert", [1, 2, 4])
 @pytest.mark.parametrize("runs", [False, True])
 def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
-    """Also where `compile` runs no recipe of some layout."""
+    """A constraint fixes the expert degree, also for layouts that `compile` does not run."""
     cluster = Cluster("h100_sxm", 1, 4)
     problem = RecipeProblem(SPARSE, cluster, Execution(global_batch=4), math.inf, 8, runs=runs)
     found, _ = dataclasses.replace(problem, pinned={"expert": (expert,)}).best_of_all()
@@ -60,7 +60,7 @@ def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
 
 
 def test_fields_can_be_fixed() -> None:
-    """The best with a field fixed is never better, and pricing says the same."""
+    """The best recipe with a fixed field is at least as slow, and has the price of that recipe."""
     best = PROBLEM.best()
     fixed = PROBLEM.best(only={"pipeline": (2,), "zero": (1,)})
     assert fixed.recipe is not None
@@ -73,7 +73,7 @@ def test_fields_can_be_fixed() -> None:
 
 
 def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the third kind is looked at: the best of two is what there is, with no bound but nothing."""
+    """Ctrl-C at the third kind keeps the best of two kinds, with a bound of zero."""
     searches = []
 
     def best(self: RecipeProblem, **arguments: object) -> FoundRecipe:

@@ -1,4 +1,4 @@
-"""Searches that begin with another plan's recipe: what is found is the same."""
+"""A search that begins with another plan's recipe finds the same result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {"optimizer": "adamw", "runtime": PRICED, "global_batch": 8, "constrai
 
 @cache
 def plan() -> Plan:
-    """Found without any other."""
+    """Return a plan of an independent search."""
     return autoshard.plan(MODEL, FOUR, example_inputs=tokens(), **OPTIONS)
 
 
@@ -36,14 +36,14 @@ def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: On
 
 
 def test_the_same_recipe_is_found() -> None:
-    """On the cluster that it was found for, with a proof."""
+    """A search on the plan's own cluster finds the same recipe, with a proof."""
     again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan(), **OPTIONS)
     assert (again.recipe, again.objective, again.gap) == (plan().recipe, plan().objective, 0.0)
     assert again.baselines == plan().baselines
 
 
 def test_a_recipe_that_will_do_is_the_first() -> None:
-    """For another batch it has that; the fastest there is found all the same."""
+    """A usable recipe is the first recipe, and another batch still finds its own fastest recipe."""
     before = plan().recipe
     assert before is not None
     other = problem(FOUR, batch=16)
@@ -57,7 +57,7 @@ def test_a_recipe_that_will_do_is_the_first() -> None:
 @settings(max_examples=8)
 @given(st.data(), st.sampled_from([FOUR, EIGHT]))
 def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObject, cluster: Cluster) -> None:
-    """As it is where it will do; else with one like it, or with none; what it begins with fits."""
+    """A plan of eight devices starts any search, with its recipe, a similar recipe or none, and the start fits."""
     recipes = list(RecipeSpace(COUNTED, 8, Execution(global_batch=8)).recipes())
     before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
     here = problem(cluster, limit=limit)
@@ -70,7 +70,7 @@ def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObjec
 
 
 def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
-    """One that the search does not look at; no bound is above it."""
+    """A faster known recipe outside of the search is kept, and no bound exceeds its time."""
     whole = problem_of(COUNTED, FOUR, Execution(global_batch=8), int(80e9), {}).best()
     slow = {"recompute": ("full",)}
     found, _ = problem(FOUR, pinned=slow).best_of_all(known=whole.recipe)
@@ -79,7 +79,7 @@ def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
 
 
 def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
-    """None says that nothing of a kind fits, and of these nothing is known; the plan before is what is found."""
+    """Kinds that the time left out are not listed as misfits, and the earlier plan is the result."""
     before = plan()
     again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=before, time_budget_s=0.0, **OPTIONS)
     assert again.recipe == before.recipe
@@ -88,7 +88,7 @@ def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
 
 
 def test_constraints_are_kept() -> None:
-    """A recipe without a pipeline, where one is asked for."""
+    """A recipe without a pipeline is not used under a constraint for a pipeline."""
     here = problem(FOUR, pinned={"pipeline": (2,)})
     known = known_recipe(here, Execution(data=4, zero=1))
     assert known is not None
@@ -96,7 +96,7 @@ def test_constraints_are_kept() -> None:
 
 
 def test_what_a_search_cannot_begin_with_is_refused() -> None:
-    """By name, with what to pass."""
+    """An unusable earlier plan is refused by name, with the accepted plans."""
     specs = autoshard.plan(MODEL, FOUR.mesh({"data": 4}), example_inputs=tokens(4))
     for wrong, message in ((specs, "has no recipe; with global_batch=, pass"), (3, "is a int; pass a plan")):
         with pytest.raises(NotAvailableError, match=message):

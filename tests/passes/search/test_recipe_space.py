@@ -1,4 +1,4 @@
-"""The space has every recipe that the model and the cluster admit, once, and no other."""
+"""The space has every legal recipe of the model and the cluster exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLUSTER = Cluster("h100_sxm", 1, 4)
 
 
 def _all_recipes(blocks: int) -> set[Execution]:
-    """By brute force over the fields, those that `Recipe` and `price` take, under one name each."""
+    """Return all recipes that `Recipe` and `price` accept, by brute force, each under one name."""
     found = set()
     sizes = (1, 2, 4)
     ends = [(None, 1)]
@@ -54,7 +54,7 @@ def _all_recipes(blocks: int) -> set[Execution]:
 
 
 def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
-    """Four heads and four devices: every size divides what it splits."""
+    """On four heads and four devices, every degree divides its dim, as in a full enumeration."""
     only = {"recompute": ("none",), "zero_group": (None, 2)}
     found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
     assert len(found) == len(set(found))
@@ -63,7 +63,7 @@ def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
 
 @pytest.mark.parametrize(("blocks", "ranks"), [(1, 2), (4, 2), (4, 4), (13, 2)])
 def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
-    """Powers of two of stages, or one for each block; ends may count as blocks; schedules admit the micro-batches."""
+    """Pipelines have a power of two of stages, or a stage per block, and schedules admit the micro-batches."""
     found, every = known_pipes(ranks, 2 * ranks, blocks), known_pipes(ranks, 2 * ranks, blocks, every=True)
     assert len(set(every)) == len(every)
     assert set(found) <= set(every)
@@ -106,14 +106,14 @@ def test_tensor_and_context_ranks_are_limited() -> None:
 
 
 def test_fields_are_restricted() -> None:
-    """A group of all replicas is none; it may be named by its size too."""
+    """A group of all replicas counts as no group, and a constraint may name its size."""
     only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1F1B")}
     found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2), (2, None)}
 
 
 def test_selective_recomputation_of_nothing_is_none() -> None:
-    """Blocks with fused attention: both have one price, and one name where either would do."""
+    """Selective recomputation with fused attention counts as no recomputation, because both have one price."""
     names = {recipe.recompute for recipe in RecipeSpace(DENSE, 4, BASE).recipes()}
     assert names == {"none", "full"}
     asked = RecipeSpace(DENSE, 4, BASE, only={"recompute": ("selective", "full")})
@@ -124,7 +124,7 @@ def test_selective_recomputation_of_nothing_is_none() -> None:
 
 
 def test_what_is_not_searched_is_refused() -> None:
-    """The message says what is."""
+    """A constraint outside of the search is refused with the searched values."""
     with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
         RecipeSpace(DENSE, 4, BASE, only={"precision": ("f8",)})
     with pytest.raises(RecipeError, match="needs their global_batch"):

@@ -1,4 +1,4 @@
-"""The search finds what pricing every recipe of its space finds."""
+"""The search finds the best recipe of a full enumeration of its space."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4, 6]), runtime=RU
 @settings(max_examples=4)
 @given(st.sampled_from(["dense", "sparse"]), st.sampled_from([1, 2, 4]), BASES, st.floats(0, 1))
 def test_it_finds_what_pricing_every_recipe_finds(name: str, devices: int, base: Execution, share: float) -> None:
-    """Time and memory to the last digit, at a memory limit drawn among those that matter; and what fits at all."""
+    """Time and memory equal a full enumeration to the last digit at a drawn limit, and so does feasibility."""
     whole = priced(problem(name, devices, base))
     sizes = sorted({memory for _, memory, _ in whole})
     limit = sizes[round(share * (len(sizes) - 1))]
@@ -64,7 +64,7 @@ BASE = Execution(global_batch=16)
 
 
 def test_a_search_that_ends_early_has_a_bound() -> None:
-    """With the recipe that was known, or none."""
+    """A search that ends early has a true bound, with or without a known recipe."""
     whole = problem("dense", 4, BASE).best()
     nothing = problem("dense", 4, BASE).best(ceiling=Ceiling.within(0.0))
     assert (nothing.recipe, nothing.is_complete, nothing.was_cut) == (None, False, True)
@@ -76,7 +76,7 @@ def test_a_search_that_ends_early_has_a_bound() -> None:
 
 
 def test_ctrl_c_keeps_the_best_recipe() -> None:
-    """Once there is one; before, the search is given up."""
+    """Ctrl-C keeps the best recipe, and before any recipe ends the search."""
 
     def stop_with(recipe: bool) -> FoundRecipe:
         def watch(found: FoundRecipe) -> None:
@@ -94,7 +94,7 @@ def test_ctrl_c_keeps_the_best_recipe() -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    """From the least that anything takes to plenty; the same limit gives the same recipe."""
+    """A step is never slower with more memory, and one limit always gives one recipe."""
     least = problem("sparse", 2, BASE).smallest().objective
     found = [problem("sparse", 2, BASE, limit).best() for limit in (least, 1.5 * least, 3 * least, math.inf)]
     times = [each.objective for each in found]

@@ -12,7 +12,7 @@ from tests.passes.solver.test_dual_search import usage_of
 
 
 def check_closer(problem: Assignment, without: DualSearch, closing: DualSearch) -> None:
-    """bound without <= bound with <= optimum <= cost found with <= cost found without; what is found fits."""
+    """Check that bounds rise, found costs fall and the optimum stays in between, with a fitting result."""
     best = solve_exhaustive(problem)
     plain, closer = (search(problem, usage_of(problem), problem.rows.__getitem__) for search in (without, closing))
     assert (plain is None) == (closer is None)

@@ -1,4 +1,4 @@
-"""Solve an assignment by trying every choice: the oracle that the other solver is tested against."""
+"""Solve an assignment by trying every choice, as the reference of the other solver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.solver.assignment import Assignment, Solution
 
 
 def solve_exhaustive(problem: Assignment) -> Solution | None:
-    """The cheapest choice that fits (the first among equals), or None if none does."""
+    """Return the cheapest fitting choice, the first among equals, or None."""
     best: Solution | None = None
     for choice in product(*(range(len(cost)) for cost in problem.costs)):
         cost = problem.cost_of(choice)

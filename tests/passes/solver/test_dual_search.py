@@ -1,4 +1,4 @@
-"""Duality on drawn problems: the bound holds, and what is found fits."""
+"""Dual search on drawn problems has a true bound and a fitting result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.passes.solver.test_solve_milp import assignments
 
 
 def usage_of(problem: Assignment):
-    """Bytes in use at each row of a problem, as if each were a program point."""
+    """Return the bytes in use at each row of a problem, as if rows were program points."""
     return lambda choice: np.array([row.bytes_of(choice, problem.edges) for row in problem.rows] or [0.0])
 
 
@@ -31,7 +31,7 @@ def test_the_bound_holds_and_what_is_found_fits(problem: Assignment) -> None:
 
 
 def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -> None:
-    """A search of a problem brackets its optimum, and what it finds fits."""
+    """Check that a search brackets the optimum with a fitting choice."""
     best = solve_exhaustive(problem)
     found = DualSearch(max_rounds=12)(problem, usage, rows.__getitem__)
     if best is None:
@@ -44,7 +44,7 @@ def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -
 
 @given(assignments())
 def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) -> None:
-    """After one round; all that is shown on the way brackets the optimum."""
+    """A search stopped after one round has a true bound, and all shown values bracket the optimum."""
     best = solve_exhaustive(problem)
     shown: list[Progress] = []
     for control in (SearchControl(shown.append, is_stopped=True), SearchControl(shown.append)):
@@ -61,7 +61,7 @@ def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) 
 
 @given(assignments(with_memory=False))
 def test_messages_never_bound_from_above(problem: Assignment) -> None:
-    """Every pass ends in a bound at most the optimum."""
+    """Every message-passing round ends in a bound of at most the optimum."""
     best = solve_exhaustive(problem)
     messages = Messages(problem)
     for _ in range(5):
@@ -97,7 +97,7 @@ def _row(problem: Assignment, point: int):
 
 
 def test_a_choice_that_nearly_fits_is_repaired() -> None:
-    """After a single round nothing fits yet; the cheapest changes per byte make it fit."""
+    """The cheapest changes per byte repair a nearly fitting choice, before any choice fits."""
     costs = tuple(np.array([0.0, price]) for price in (1.0, 2.0, 5.0))
     row = MemoryRow(0.0, {variable: np.array([10.0, 1.0]) for variable in range(3)}, {})
     problem = Assignment(costs, (Edge(0, 1, np.zeros((2, 2))),), (row,), limit=15.0)

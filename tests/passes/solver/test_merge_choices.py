@@ -1,4 +1,4 @@
-"""The best of all choices seen is no dearer than what could be made of their options, and fits."""
+"""The best seen choice is no dearer than a merged choice of seen options, and fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MERGING = dataclasses.replace(_WITHOUT, merges_above=0.0)
 
 @given(st.one_of(assignments(), knapsacks(most=8)))
 def test_merging_keeps_to_what_is_so(problem: Assignment) -> None:
-    """The bound is as high, and nothing is found that is dearer, or does not fit."""
+    """Merging keeps the bound, and finds only fitting choices that are no dearer."""
     check_closer(problem, _WITHOUT, _MERGING)
 
 

@@ -1,4 +1,4 @@
-"""NumPy's linear algebra has one thread while a search runs, and as many as before after it."""
+"""NumPy's linear algebra has one thread during a search, and its former threads afterwards."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_there_is_one_thread_while_it_is_open() -> None:
             assert threads() == {1}
         assert threads() == {2}
         assert one_blas_thread()(threads)() == {1}
-        with pytest.raises(ValueError, match="of the search"), one_blas_thread():
-            raise ValueError("of the search")
+        with pytest.raises(ValueError, match="the search fails"), one_blas_thread():
+            raise ValueError("the search fails")
         assert threads() == {2}

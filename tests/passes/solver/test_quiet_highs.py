@@ -11,7 +11,7 @@ from passes.solver.quiet_highs import QuietHighs
 def test_output_is_off_before_the_first_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is off as callbacks are enabled, where HiGHS 1.16 prints its banner, and nothing is printed."""
+    """HiGHS prints nothing, because output is off before callbacks, at which HiGHS 1.16 prints its banner."""
     was_on: list[bool] = []
     enable = highspy.Highs.enableCallbacks
 

@@ -19,8 +19,7 @@ from tests.passes.solver.exhaustive import solve_exhaustive
 
 @st.composite
 def assignments(draw: st.DrawFn, *, with_memory: bool = True) -> Assignment:
-    """Small assignments: up to six variables of up to four options, some of them and of their pairs forbidden, up to
-    three memory rows."""
+    """Draw up to six variables of up to four options, some options and pairs forbidden, up to three memory rows."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     density = draw(st.sampled_from([0.3, 0.6, 1.0]))
@@ -66,7 +65,7 @@ def _hard() -> Assignment:
 
 
 def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
-    """At its first look: it has a choice with a bound below the optimum, or no choice yet."""
+    """A solver stopped at its first look has a bound below the optimum, with or without a choice."""
     problem = _hard()
     shown: list[Progress] = []
     best = solve_milp(problem, control=SearchControl(shown.append))
@@ -83,7 +82,7 @@ def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
 def test_what_the_watcher_raises_comes_out_of_the_solver(error: type[BaseException]) -> None:
-    """A second Ctrl-C, or a closed terminal, while the solver runs: it ends with that, not the process."""
+    """An exception of the watcher, such as a second Ctrl-C, leaves the solver as an exception."""
 
     def show(progress: Progress) -> None:
         raise error
@@ -94,7 +93,7 @@ def test_what_the_watcher_raises_comes_out_of_the_solver(error: type[BaseExcepti
 
 @given(assignments())
 def test_reductions_keep_the_optimum(problem: Assignment) -> None:
-    """The reduced problem has the same optimum, and its expanded solution attains it."""
+    """The reduced problem has the same optimum, and its expanded solution attains the optimum."""
     reduced = reduce_assignment(problem)
     best, small = solve_exhaustive(problem), solve_exhaustive(reduced.problem)
     if best is None:
@@ -107,7 +106,7 @@ def test_reductions_keep_the_optimum(problem: Assignment) -> None:
 
 @given(assignments(with_memory=False))
 def test_what_no_table_has_room_for_stays(problem: Assignment) -> None:
-    """The reduced problem has the same optimum where variables between two others may not go."""
+    """Variables whose elimination needs a large table stay, and the reduced problem has the same optimum."""
     with mock.patch.object(reduce_assignment_module, "_MAX_TABLE", 1):
         reduced = reduce_assignment(problem)
     best, small = solve_exhaustive(problem), solve_exhaustive(reduced.problem)
@@ -117,7 +116,7 @@ def test_what_no_table_has_room_for_stays(problem: Assignment) -> None:
 
 @given(assignments(), st.sampled_from([0.5, 0.9, 0.999, 1.001, 1.1, 3.0]))
 def test_what_costs_as_much_as_is_known_is_not_looked_for(problem: Assignment, share: float) -> None:
-    """The optimum is found where it costs less, and nothing where it does not."""
+    """The solver finds the optimum below a known cost, and nothing at the known cost."""
     best = solve_exhaustive(problem)
     below = share * (1e-5 if best is None else best.cost)
     found = solve_milp(problem, below=below)

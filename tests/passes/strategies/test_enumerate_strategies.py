@@ -22,7 +22,7 @@ from tests.passes.blocks import blocks_program, h100s, perceptron_program
 
 
 class Widths(nn.Module):
-    """The same calls on many widths, divisible by the mesh's axes or not, and smaller than them or not."""
+    """One call on many widths, with and without divisibility by the mesh's axes."""
 
     def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(())
@@ -39,7 +39,7 @@ def widths_program() -> Program:
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 3}), Mesh({"a": 4})], ids=str)
 def test_rules_that_share_strategies_have_the_same(mesh: Mesh) -> None:
-    """Strategies shared by calls of other sizes are those that each rule enumerates by itself, in its order."""
+    """Calls of other sizes share the strategies that each rule would enumerate alone, in order."""
     program = prepare(widths_program())
     space = EnumerateStrategies(mesh)(program)
     calls = [site for site in space.sites.values() if site.rule is not None]
@@ -54,7 +54,7 @@ def _specs(strategies: list[Strategy] | tuple[Strategy, ...]) -> list[tuple]:
 
 
 def test_pruning_leaves_reductions_that_the_program_makes() -> None:
-    """A view may carry a maximum only where something takes one."""
+    """A view carries a maximum only in front of a consumer of maxima."""
     assert _reductions(EnumerateStrategies(Mesh({"a": 2}), prune=True)(prepare(blocks_program()))) == {Reduction.SUM}
     program = trace(_Highest(), (torch.zeros(4, 4),), {})
     assert _reductions(EnumerateStrategies(Mesh({"a": 2}), prune=True)(prepare(program))) == {
@@ -82,7 +82,7 @@ def _reductions(space: SearchSpace) -> set[Reduction]:
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2}), Mesh({"a": 2, "b": 2})], ids=str)
 def test_pruning_loses_no_plan(mesh: Mesh) -> None:
-    """The optimum of the pruned space costs what that of the whole space does."""
+    """The pruned space has the optimum of the whole space."""
     whole, pruned = (_optimum(perceptron_program(), EnumerateStrategies(mesh, prune=prune)) for prune in (False, True))
     assert pruned == pytest.approx(whole, rel=1e-9)
 

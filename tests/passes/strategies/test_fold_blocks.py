@@ -13,7 +13,7 @@ from tests.passes.blocks import blocks_program, problem_of
 
 
 def test_depth_adds_no_variables() -> None:
-    """Four and eight layers give problems of the same size, and costs that grow by four layers."""
+    """Four and eight layers give problems of equal size, and costs differ by four layers."""
     mesh = Mesh({"x": 2})
     four, eight, twelve = (problem_of(blocks_program(count=count), mesh) for count in (4, 8, 12))
     assert len(four.assignment.costs) == len(eight.assignment.costs) == len(twelve.assignment.costs)
@@ -23,7 +23,7 @@ def test_depth_adds_no_variables() -> None:
 
 
 def test_folding_does_not_change_what_a_plan_costs() -> None:
-    """A choice costs the same by classes and with a variable for each call."""
+    """A choice has equal costs with one variable per class and with one variable per call."""
     folded = problem_of(blocks_program(count=3), Mesh({"x": 2}))
     sites = folded.space.sites
     first = [min(1, len(sites[group[0]].strategies) - 1) for group in folded.members]

@@ -25,7 +25,7 @@ REDUCTIONS = ("reduce_scatter_tensor", "all_reduce")
 
 
 class Tied(nn.Module):
-    """A weight that is used twice, so that its gradient is a sum of two; a bias, whose gradient is a sum of rows."""
+    """A weight used twice, with a gradient of two addends, and a bias, with a gradient of row sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Tied(nn.Module):
 
 
 def planned(constraints: dict[str, P], dtype: torch.dtype | None = torch.bfloat16) -> tuple[Plan, list[torch.dtype]]:
-    """The plan of a step, and the types in which its lowered program reduces what is no scalar."""
+    """Return a step's plan, and the dtypes of non-scalar reductions in its lowered program."""
     with torch.device("meta"):
         model = Tied()
     rule = UpdateRule("sgd_update", (), (False,), SGD_HYPER)
@@ -61,7 +61,7 @@ def test_gradients_are_reduced_in_float32(constraints: dict[str, P]) -> None:
 
 
 def test_weights_are_gathered_in_16_bits() -> None:
-    """The search casts what is split before it gathers it: half the bytes."""
+    """The search casts a split weight to 16 bits in front of its gather, for half the bytes."""
     plan, _ = planned({"*weight": P("data"), "*bias": P("data")})
     assert plan.parameters["product.weight"].layout == "ZeRO-3 over data"
     casts = [node for name, node in plan.nodes.items() if name.startswith("_to_copy") and node.inputs == (P("data"),)]

@@ -1,4 +1,4 @@
-"""Strategies that differ by which of some equal axes does what are emitted once, and cost as much."""
+"""Strategies that differ by equal axes are emitted once, at equal prices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rewritten_sites(mesh: Mesh) -> list[Site]:
 
 
 def priced(mesh: Mesh, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[np.ndarray]]:
-    """How many strategies were emitted, and the seconds of all."""
+    """Return the number of emitted strategies, and the seconds of all strategies."""
     emitted, rewritten_time = [0], price.rewritten_time
 
     def counting(*arguments: object) -> float:
@@ -37,7 +37,7 @@ def priced(mesh: Mesh, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def test_equal_axes_are_emitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On three axes of one node less than half as many calls, at the same prices."""
+    """Three equal axes of a node emit less than half of the calls, at the same prices."""
     few, times = priced(CUBE, h100s(CUBE), monkeypatch)
     monkeypatch.setattr(price, "_FEW_AXES", 3)
     many, expected = priced(CUBE, h100s(CUBE), monkeypatch)

@@ -26,7 +26,7 @@ def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Clu
 
 
 def test_cross_entropy_over_split_classes_pays_for_its_reductions() -> None:
-    """Split over classes, the loss sends the maximum and the sum of each row; split over rows it sends nothing."""
+    """A loss split over classes sends the maximum and the sum of each row; a loss split over rows sends nothing."""
 
     class Classifier(nn.Module):
         def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_cross_entropy_over_split_classes_pays_for_its_reductions() -> None:
 
 
 def test_halos_and_softmax_over_split_dims_have_a_price() -> None:
-    """Ranks that split the width of an image send its edges, those that split a row its maximum and sum."""
+    """Ranks with split image widths send edges, and ranks with a split softmax send maxima and sums."""
 
     class Edges(nn.Module):
         def forward(self, image: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A collective that has no formula is refused by name."""
+"""A collective without a formula is refused by name."""
 
 from __future__ import annotations
 

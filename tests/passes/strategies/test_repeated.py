@@ -1,4 +1,4 @@
-"""A program without a model's inner blocks tells what the whole one costs, and what it holds in memory."""
+"""A program without inner blocks has the cost and memory of the whole program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE, TWO = Mesh({"a": 4}), Mesh({"a": 2, "b": 2})
 
 
 def _choice_of_whole(whole: PlanningProblem, short: PlanningProblem, choice: Sequence[int]) -> list[int]:
-    """The choice of the whole program that one of the short program stands for."""
+    """Return the choice of the whole program for a choice of the short program."""
     matches = match_nodes(short.space.program, whole.space.program)
     found = []
     for members in whole.members:
@@ -43,7 +43,7 @@ def _choice_of_whole(whole: PlanningProblem, short: PlanningProblem, choice: Seq
 def test_the_short_program_costs_what_the_whole_one_does(
     make: Callable[[int], nn.Module], depth: int, margin: int, mesh: Mesh, *, trains: bool, limit: float | None
 ) -> None:
-    """Under any choice: the objective, the peak and its parts, the step time, and what is used of the hardware."""
+    """Any choice has equal objective, peak and parts, step time, and utilisation in the short and the whole program."""
     model = make(depth)
     update = adamw(model, limit) if trains else None
     programs = step(model, update), short_step(model, update, margin)
@@ -62,7 +62,7 @@ def test_the_short_program_costs_what_the_whole_one_does(
 
 
 def test_depth_adds_nothing_to_the_problem() -> None:
-    """The short programs of 8 and of 40 layers have the same sites, links and points."""
+    """The short programs of 8 and 40 layers have the same sites, links and points."""
     eight, forty = (problem_of(short_step(alike(depth)), ONE) for depth in (8, 40))
     assert len(eight.space.sites) == len(forty.space.sites)
     assert len(eight.space.links) == len(forty.space.links)

@@ -1,4 +1,4 @@
-"""No phase with a wrong bucket, or a read of what is in flight, is accepted."""
+"""A phase with a wrong bucket, or a read in flight, is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Wrong buckets, reads and writes of what is in flight, ranks that differ: what changes numbers, or hangs, is refused.
+"""Mutants of buckets, messages in flight and unlike ranks are refused if they change numbers or hang.
 
-Here are some dozens; thousands are `python -m tests.benchmarks.overlap_campaign`.
+The tests draw some dozens of mutants; `python -m tests.benchmarks.overlap_campaign` draws thousands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "plan"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, plan: str) -> None:
-    """Ten of each, and few are refused that change none."""
+    """Ten mutants of each quick program are refused if they change numbers, and few harmless mutants are refused."""
     part = attack(family, plan, 10, seed=1, sampled=3, campaign=OF_OVERLAP)
     assert part.holes == []
     assert sum(part.changing.values()) >= sum(part.run.values()) / 2 > 0
@@ -43,12 +43,12 @@ def test_mutants_that_change_numbers_are_refused(family: str, plan: str) -> None
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", OF_OVERLAP.families)
 def test_mutants_of_every_program_are_refused(family: str, plan: str) -> None:
-    """Forty of each."""
+    """Forty mutants of each program are refused if they change numbers."""
     assert attack(family, plan, 40, seed=2, campaign=OF_OVERLAP).holes == []
 
 
 def test_every_kind_of_mutation_can_be_made() -> None:
-    """On one of the quick programs."""
+    """Every kind of mutation finds a place in one of the quick programs."""
     programs = [(plain(*names), prove_in_buckets(*names)[0]) for names in FEW]
     missing = [
         kind
@@ -64,7 +64,7 @@ def test_every_kind_of_mutation_can_be_made() -> None:
 
 @pytest.mark.parametrize(("family", "plan"), [FEW[0], FEW[1]])
 def test_a_right_program_computes_what_it_does_without_overlap(family: str, plan: str) -> None:
-    """With what is in flight guarded; and so does its update in place."""
+    """A right program with guarded messages equals the program without overlap, and so does its in-place update."""
     phased, traced, run = prove_in_buckets(family, plan)
     without = run.numbers(Place.PHASES, plain(family, plan), traced)
     for place, made in ((Place.PHASES, phased), (Place.IN_PLACE, in_place(phased))):
@@ -74,7 +74,7 @@ def test_a_right_program_computes_what_it_does_without_overlap(family: str, plan
 
 
 def _gathered(*, is_waited: bool, is_written: bool) -> fx.Graph:
-    """A tensor that is gathered, while it may be written, and read, which may be too early."""
+    """Return a gather with a possible early write of its input and a possible early read of its result."""
     graph: Any = fx.Graph()
     sent = graph.placeholder("sent")
     started = graph.call_function(c10d.all_gather_into_tensor.default, (sent, 2, "x"))
@@ -87,7 +87,7 @@ def _gathered(*, is_waited: bool, is_written: bool) -> fx.Graph:
 
 @pytest.mark.parametrize(("is_waited", "is_written"), [(True, False), (False, False), (True, True)])
 def test_what_is_in_flight_is_guarded(is_waited: bool, is_written: bool) -> None:
-    """Read before it is waited for, or written before it arrived, it is NaN."""
+    """A value read before its wait, or written before its arrival, is NaN."""
     given = [torch.ones(2), torch.zeros(2)]
     graph = _gathered(is_waited=is_waited, is_written=is_written)
     read, waited = simulate(graph, Mesh({"x": 2}), [given], on_values=InFlight())

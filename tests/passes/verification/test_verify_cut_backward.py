@@ -22,7 +22,7 @@ MM = torch.ops.aten.mm.default
 
 @cache
 def stage() -> PhasedProgram:
-    """The second stage of two: it sends the gradient of what it received."""
+    """Return the second of two stages, which sends the gradient of its input."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,7 +36,7 @@ def stage() -> PhasedProgram:
 
 
 def halves_of(phased: PhasedProgram) -> BackwardHalves:
-    """The halves of a stage that has them."""
+    """Return the halves of a stage's backward."""
     assert phased.halves is not None, "its backward was cut"
     return phased.halves
 
@@ -47,7 +47,7 @@ def with_halves(inputs: fx.GraphModule, weights: fx.GraphModule) -> PhasedProgra
 
 
 def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
-    """Each half has one of the two products of each layer's backward; together they are the backward."""
+    """Gradients of inputs are the first half of a backward, and gradients of weights the second half."""
     cut = CutBackward()(stage())
     verify_cut_backward(cut)
     halves = halves_of(cut)
@@ -58,7 +58,7 @@ def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
 
 
 def test_another_second_half_is_refused() -> None:
-    """A call that the whole does not make, a value too few, and two results in each other's place."""
+    """A second half with a foreign call, a missing value or exchanged results is refused."""
     halves = halves_of(CutBackward()(stage()))
     other = copy.deepcopy(halves.weights)
     next(iter(other.graph.find_nodes(op="call_function", target=MM))).target = torch.ops.aten.matmul.default

@@ -1,4 +1,4 @@
-"""Graphs that write over inputs are accepted as they are, and refused where they compute something else."""
+"""Graphs that write their inputs are accepted if right, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_place(kind: str) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_graphs_that_write_in_place_are_proven(kind: str) -> None:
-    """Also where only one of two results takes the place of an input."""
+    """In-place graphs are proven, also with only one of two results in place."""
     functional, writing = in_place(kind)
     verify_in_place(functional, writing, WRITTEN)
     verify_in_place(functional, write_in_place(functional, {1: 2}), {1: 2})
@@ -52,7 +52,7 @@ def test_updates_of_lowered_programs_are_proven(family: str, layout: str) -> Non
 
 
 def without_copies(graph: fx.Graph) -> list[Callable[[], None]]:
-    """One copy less: of a value that is read later, or into the input that a result takes the place of."""
+    """Remove a copy of a value that is read later, or a copy into an overwritten input."""
 
     def drop(node: Any) -> None:
         node.replace_all_uses_with(node.args[0])
@@ -75,7 +75,7 @@ def moved_up(graph: fx.Graph) -> list[Callable[[], None]]:
 
 
 def with_other_operands(graph: fx.Graph) -> list[Callable[[], None]]:
-    """A call that reads or writes another input or value of the same shape."""
+    """Make a call read or write another input or value of the same shape."""
     found: list[Callable[[], None]] = []
     nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
     for index, node in enumerate(nodes):
@@ -99,7 +99,7 @@ def with_other_results(graph: fx.Graph) -> list[Callable[[], None]]:
 @pytest.mark.parametrize("change", [without_copies, moved_up, with_other_operands, with_other_results])
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_wrong_graph_that_writes_is_refused(kind: str, change: Callable[..., list[Callable[[], None]]]) -> None:
-    """Every change of a kind: what returns other numbers, or leaves other numbers in the inputs, is not accepted."""
+    """Every change that returns other numbers, or leaves other numbers in the inputs, is refused."""
     functional, writing = in_place(kind)
     expected = observe(writing, kind)
     for number in range(len(change(copy_of(writing).graph))):
@@ -113,7 +113,7 @@ def test_a_wrong_graph_that_writes_is_refused(kind: str, change: Callable[..., l
 
 
 def test_a_value_read_after_it_was_written_over_is_named() -> None:
-    """The message names what reads it."""
+    """A read of an overwritten value is refused with the name of the reader."""
     functional, writing = in_place("read later")
     wrong = copy_of(writing)
     without_copies(wrong.graph)[0]()
@@ -122,7 +122,7 @@ def test_a_value_read_after_it_was_written_over_is_named() -> None:
 
 
 def observe(graph_module: fx.GraphModule, kind: str) -> list[list[float]] | str:
-    """The bits of what a graph returns and of what it leaves in its inputs; of one that cannot run, that."""
+    """Return the bits of a graph's results and inputs afterwards, or the error of a failing graph."""
     torch.manual_seed(0)
     values: list[Tensor] = [torch.randn(4, 3) for _ in range(3)]
     if kind == "slice":
@@ -145,9 +145,9 @@ _SENDING = {
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("sending", _SENDING)
 def test_what_is_sent_is_not_written_over_before_it_arrived(sending: str, is_late: bool) -> None:
-    """A parameter is sent as it was, and updated: the update comes behind the wait.
+    """A parameter is sent with its old value, so its update must follow the wait.
 
-    An all-reduce waits too, although torch's sends a copy: on three Gloo ranks or more it is an all-to-all of views.
+    An all-reduce waits too, although torch sends a copy, because three Gloo ranks or more use an all-to-all of views.
     """
     target, *rest = _SENDING[sending]
 

@@ -42,21 +42,21 @@ def test_an_offloaded_program_is_accepted() -> None:
 
 
 def test_a_backward_that_reads_the_host_is_refused() -> None:
-    """On a CPU it would compute the same numbers, and on an accelerator it could not run."""
+    """A backward that computes on host values is refused, because an accelerator could not run the backward."""
     phased = phased_of(*OFFLOADED)
     with pytest.raises(VerificationError, match="which lies on the host"):
         verify_phases(replace(phased, backward=without(phased.backward, from_host)))
 
 
 def test_a_forward_that_keeps_on_the_device_what_is_fetched_is_refused() -> None:
-    """The backward cannot fetch what never went to the host."""
+    """A fetched value that the forward keeps on the device is refused, because the host has no copy."""
     phased = phased_of(*OFFLOADED)
     with pytest.raises(VerificationError, match="which does not lie on the host"):
         verify_phases(replace(phased, forward=without(phased.forward, to_host)))
 
 
 def test_a_program_that_reads_what_is_not_computed_yet_is_refused() -> None:
-    """The message names the value and who reads it."""
+    """A read of an uncomputed value is refused with the value and its reader."""
     phased = phased_of(*OFFLOADED)
     module = copy_of(phased.lowered.graph_module)
     assert read_before_made(module.graph, Random(0), phased.lowered.mesh)
@@ -66,7 +66,7 @@ def test_a_program_that_reads_what_is_not_computed_yet_is_refused() -> None:
 
 @pytest.mark.parametrize("mutation", [fetch_other_copy, copy_other_value, skip_transfer, read_before_made])
 def test_mistakes_of_offload_are_refused(mutation: Callable[..., object]) -> None:
-    """Wherever one of them changes numbers: in preparation, in the joint program and in its phases."""
+    """Mistakes of offloading are refused in preparation, in the joint program and in its phases."""
     phased, traced, run = prove(*OFFLOADED)
     places = [place for place in Place if (place, mutation.__name__) in KINDS]
     assert len(places) == 3

@@ -1,4 +1,4 @@
-"""A fault is blamed on the pass that made it, by AUTOSHARD_VERIFY=each-pass."""
+"""AUTOSHARD_VERIFY=each-pass blames a fault on the pass that made the fault."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_collective(lowered: Any) -> Any:
 
 
 def with_kept_exchanged(phased: Any) -> Any:
-    """Two saved values come back for each other."""
+    """Exchange two saved values."""
     return next(
         found.phased for seed in range(9) if (found := mutate(phased, Place.PHASES, "exchange_kept", Random(seed)))
     )
@@ -80,7 +80,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no other: those before it did their work."""
+    """The faulty pass is named, and no earlier pass."""
     kind, spoil = FAULTS[name]
     right = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, program: spoil(right(self, program)))
@@ -90,7 +90,7 @@ def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.Monkey
 
 
 def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Triton's kernels, right ones are accepted too."""
+    """Faulty kernels are named, and right Triton kernels are accepted."""
     program = trace(layers(), (torch.ones(4, 8),), {})
     plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
     lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
@@ -135,7 +135,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names what there is."""
+    """An unknown value of the variable is refused with the known values."""
     monkeypatch.setenv("AUTOSHARD_VERIFY", "always")
     with pytest.raises(NotAvailableError, match="AUTOSHARD_VERIFY='always' is unknown; set it to 'each-pass'"):
         compile_layers()

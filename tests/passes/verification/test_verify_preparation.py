@@ -39,7 +39,7 @@ def traced() -> Program:
 
 
 def test_canonical_programs_with_hubs_keep_their_values() -> None:
-    """Products without their bias, views made again and fan-outs are the same expressions."""
+    """Products without bias, repeated views and fan-outs keep their expressions."""
     prepared = prepare(traced())
     assert traced().text() != prepared.text()
     verify_preparation(traced(), prepared)
@@ -63,7 +63,7 @@ def test_a_changed_expression_is_refused(target: object, change: Callable[[fx.No
 
 
 def test_results_that_the_slots_do_not_name_are_refused() -> None:
-    """The graph returns what its slots say: two gradients exchanged, or the node of a slot that is gone."""
+    """Results that contradict the slots are refused: two exchanged gradients, or a missing node."""
     prepared = copy_program(prepare(traced()))
     output = prepared.graph.output_node()
     output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The verifier: it accepts what lowering makes of any legal plan, and refuses every mutation that changes a number."""
+"""The verifier accepts the lowered program of any legal plan, and refuses every harmful mutation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 4
 
 
 class Layer(nn.Module):
-    """Attention with dropout and a perceptron, each after a norm, with residuals."""
+    """Attention with dropout and a perceptron, each behind a norm, with residuals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ LAYOUTS: dict[str, dict[str, PartitionSpec] | int] = {
     },
     "drawn 2": 2, "drawn 3": 3,
 }  # fmt: skip
-"""Constraints on a plan, or the seed of one that is drawn from all legal ones."""
+"""Constraints on a plan, or the seed of a legal random plan."""
 
 
 @cache
@@ -138,7 +138,7 @@ def unfolded_problem() -> PlanningProblem:
 
 
 def drawn_plan(random: Random) -> Plan:
-    """A plan that takes for one node in three any strategy, for others one that goes well with those before it."""
+    """Return a plan with a random strategy for one node in three, and matching strategies elsewhere."""
     planning = unfolded_problem()
     costs = [cost.copy() for cost in planning.assignment.costs]
     edges, edges_before = defaultdict(list), Counter()
@@ -171,7 +171,7 @@ def inputs_of(program: LoweredProgram) -> list[Sequence[torch.Tensor]]:
 
 
 def differs(program: LoweredProgram, mutated: fx.GraphModule) -> bool:
-    """Whether a mutation changes what the program computes of drawn inputs."""
+    """Whether a mutation changes the program's results on drawn inputs."""
     return changes_numbers(program, mutated, inputs_of(program), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
@@ -221,7 +221,7 @@ def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
 @settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_any_plan_of_any_program_is_proven_and_its_mutations_are_not(data: st.DataObject) -> None:
-    """Drawn programs under drawn plans: accepted as they are, refused where a mutation changes a number."""
+    """Drawn programs under drawn plans are accepted, and refused after a harmful mutation."""
     drawn = data.draw(programs(max_blocks=2))
     mesh = data.draw(st.sampled_from([MESH, Mesh({"data": 2}), Mesh({"data": 1, "model": 2})]))
     program = trace(drawn.model, drawn.inputs)
@@ -261,7 +261,7 @@ def test_a_message_names_the_node_what_it_reads_and_the_users_line() -> None:
 
 
 def test_a_wrong_result_is_named_with_what_is_promised_and_derived() -> None:
-    """Two gradients exchanged: the slot, the promised value and spec, and what was derived."""
+    """Two exchanged gradients are refused with the slot, the promised value and spec, and the derived value."""
     with pytest.raises(VerificationError, match=r"is promised as .* under P.*was derived to hold"):
         verify_program(prepared(), mutated("fully sharded", swap_results))
 
@@ -296,7 +296,7 @@ def test_another_constant_is_refused() -> None:
 
 
 class AddsConstant(nn.Module):
-    """x plus a tensor that is written in the forward."""
+    """A model that adds a tensor written in the forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -314,7 +314,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_inferred_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof that rests on what an operator did on draws says so, with the rule."""
+    """A proof that rests on a rule inferred from samples names the rule as an assumption."""
     for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
         monkeypatch.setattr(table, name, dict(getattr(table, name)))
     infer.infer_rule(doubled, (torch.randn(4, 6),))
@@ -333,7 +333,7 @@ def test_inferred_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_users_operators_and_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that a user wrote is taken to be sound; the module that wrote it is named."""
+    """A user's rule is assumed to be sound, and is named with its module."""
     monkeypatch.setattr(registry, "_rules", dict(registry._rules))
 
     @registry.sharding_rule(doubled)
@@ -370,7 +370,7 @@ def test_operators_without_a_rule_are_named_as_assumptions() -> None:
 
 
 class Unruled(nn.Module):
-    """Calls an operator that has no rule."""
+    """A model with an operator without a rule."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.linspace(0, 1, 4).mul(x).sum()

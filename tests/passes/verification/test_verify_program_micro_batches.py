@@ -28,7 +28,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
 class Mean(nn.Module):
-    """A product with a weight that is kept flat, and a mean."""
+    """A product with a flat weight, and a mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def clipped() -> PhasedProgram:
 
 
 def test_a_call_of_the_update_for_each_part_is_refused() -> None:
-    """It changes nothing where there is one part: the phases are right; but norms of two gradients do not add up."""
+    """A call of the update for each micro-batch is refused, because norms of two gradients do not add up."""
     phased, run = clipped(), run_of(clipped(), (X.double(),))
     verify_program(phased.lowered.traced, phased.lowered, phased.carried)
     drawn = [mutate(phased, Place.MICRO_BATCHES, "update_too_early", Random(seed)) for seed in range(12)]
@@ -63,7 +63,7 @@ def test_a_call_of_the_update_for_each_part_is_refused() -> None:
 
 
 def test_what_the_update_does_not_read_is_refused() -> None:
-    """A value of the forward, and one that there is not."""
+    """A sum of a value that the update does not read, or of a missing value, is refused."""
     phased = clipped()
     prepared = phased.lowered.traced
     with pytest.raises(VerificationError, match=f"node '{phased.saved[0]}' .* is carried into the update"):
@@ -73,7 +73,7 @@ def test_what_the_update_does_not_read_is_refused() -> None:
 
 
 def test_a_gradient_that_awaits_a_product_is_refused_by_name() -> None:
-    """The check runs once for a program, before its first step, whether it was verified or not."""
+    """A gradient that is multiplied after the sum is refused by name, once per program and before its first step."""
     model = Mean()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.cat([X, X])

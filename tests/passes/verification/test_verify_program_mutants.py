@@ -1,6 +1,6 @@
-"""Wrong programs of every family under every kind of plan: what computes another number is refused.
+"""Mutants of every family under every kind of plan are refused if they change numbers.
 
-Here are some hundred mutants; thousands are `python -m tests.benchmarks.mutation_campaign`.
+The tests draw some hundred mutants; `python -m tests.benchmarks.mutation_campaign` draws thousands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEW = (
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "layout"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> None:
-    """Twenty mutants of each; of those that were refused, some change numbers."""
+    """Twenty mutants of each program are refused if they change numbers, and some of them do."""
     part = attack(family, layout, 20, seed=1, sampled=4)
     assert part.holes == []
     assert sum(part.drawn.values()) == 20
@@ -37,7 +37,7 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
 
 @pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS if item not in OFFLOAD_MUTATIONS])
 def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
-    """Wherever one of them changes numbers, in a program that recomputes in bfloat16, with kernels."""
+    """Mistakes in inserted code are refused in a bfloat16 program with recomputation and kernels."""
     phased, traced, run = prove("llama", "all together")
     drawn = [
         mutant
@@ -58,7 +58,7 @@ def test_mutants_of_every_program_are_refused(family: str, layout: str) -> None:
 
 
 def test_a_right_program_has_numbers_to_be_held_beside() -> None:
-    """All results are finite, and ranks that should hold copies do, with NaN in all padding."""
+    """A right program has finite results, equal copies on ranks, and ignores NaN in padding."""
     phased, _, run = prove("lstm", "ZeRO-1")
     for place in set(Place) - {Place.ONE_RANK}:
         numbers = run.numbers(place, phased, phased.lowered.traced)
@@ -68,7 +68,7 @@ def test_a_right_program_has_numbers_to_be_held_beside() -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_mutation_can_be_made() -> None:
-    """On one of some programs at least; and equal seeds give equal mutants."""
+    """Every kind of mutation finds a place in some program, and equal seeds give equal mutants."""
     others = ("llama", "all together"), ("recommender", "offloaded")
     programs = [prove(family, layout)[0] for family, layout in (*FEW[:2], *others)]
 

@@ -1,15 +1,17 @@
-"""The fourteen bugs of TrainVerify's artifact, each made in a lowered program: all are refused, and all change numbers.
+"""The fourteen bugs of TrainVerify's artifact, made in a lowered program, change numbers and are refused.
 
 TrainVerify: Lu, Miao, Tan, Huang, Zhu, Zhang, Yang, "TrainVerify: Equivalence-Based Verification for Distributed LLM
-Training", SOSP 2025; the list is section "Bug Reproduction" of its artifact's README (branch `ae` of
-github.com/verify-llm/TrainVerify), whose numbers the tests keep. There the base is Llama 3 with two ways each of data,
-tensor and pipeline parallelism and two micro-batches; here it is one layer of such a model, with what the bugs need (an
-explicit norm, rotary positions, scaled scores), on data x model, a whole step with AdamW, two micro-batches.
+Training", SOSP 2025. The bugs are listed in section "Bug Reproduction" of the artifact's README (branch `ae` of
+github.com/verify-llm/TrainVerify). The tests keep the numbers of the list.
 
-Two bugs have no literal counterpart. Our programs have no stages, so bug 6, a transfer between the wrong ranks of two
-stages, is one among the wrong ranks. Micro-batches are part of their graph and a loop of our runtime, so bug 14,
-gradients reduced before the last operator of the second micro-batch, is a gradient that is reduced before its last
-contribution. One text serves all our ranks, so a mutant of a single rank is one that asks for its index.
+The artifact's base is Llama 3 with two ways each of data, tensor and pipeline parallelism and two micro-batches. Our
+base is one layer on data x model, a whole step with AdamW and two micro-batches. The layer has an explicit norm, rotary
+positions and scaled scores, which the bugs need.
+
+Two bugs have no literal counterpart. Our programs have no stages, so bug 6, a transfer between wrong ranks of stages,
+is a transfer between wrong ranks. Micro-batches are a loop of our runtime, so bug 14, gradients reduced before the last
+micro-batch, is a gradient reduced before its last contribution. One text serves all ranks, so a mutant of a single rank
+reads its index.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Layer(nn.Module):
 
 @cache
 def base(layout: str) -> tuple[Program, PhasedProgram, Run]:
-    """The right program under a layout, its trace, and what it computes."""
+    """The right program under a layout, its trace, and its results."""
     torch.manual_seed(0)
     inputs = (tokens(1), tokens(2))
     program = traced_of(Layer().double(), inputs, updates=LAYOUTS[layout].updates)
@@ -99,7 +101,7 @@ def sums(node: Any, axis: str | None = None) -> bool:
 
 
 def on_rank_zero(graph: fx.Graph, before: fx.Node, value: float) -> fx.Node:
-    """A number that is `value` on ranks with index 0 along "model" and 0 on others."""
+    """Return a number: `value` on ranks with index 0 along "model", else 0."""
     with graph.inserting_before(before):
         index = graph.call_function(axis_index, ("model",))
         return graph.call_function(operator.mul, (graph.call_function(operator.eq, (index, 0)), value))
@@ -134,7 +136,7 @@ def bug_4_allgather_replaced_by_allreduce(graph: fx.Graph) -> None:
 
 
 def bug_5_missing_reduction_in_backward(graph: fx.Graph) -> None:
-    """Identity forward, all-reduce backward, as tensor parallelism has it: the second is forgotten."""
+    """Remove the all-reduce in the backward of tensor parallelism's identity."""
     wait = first(graph, lambda node: sums(node, "model") and node.meta.get("phase") == "backward")
     wait.replace_all_uses_with(wait.args[0].args[0])
     graph.erase_node(wait)
@@ -178,7 +180,7 @@ def bug_10_wrong_gradients_accumulated(graph: fx.Graph) -> None:
 
 
 def bug_11_rotary_gradients_exchanged(graph: fx.Graph) -> None:
-    """The gradients of the rotated queries and keys come back for each other."""
+    """Exchange the gradients of the rotated queries and keys."""
     halves = [node for node in graph.nodes if calls(aten.mul.Tensor, "backward")(node) and _rotates(node)]
     left, right = next(
         (left, right) for left in halves for right in halves
@@ -197,7 +199,7 @@ def _rotates(node: Any) -> bool:
 
 
 def bug_12_scaling_on_one_rank(graph: fx.Graph) -> None:
-    """Scores divided by 2 on some ranks, by 4 on others."""
+    """Divide scores by 2 on some ranks, and by 4 on the other ranks."""
     node = first(graph, calls(aten.div.Tensor, "forward"))
     with graph.inserting_before(node):
         divisor = graph.call_function(operator.add, (on_rank_zero(graph, node, 2.0), 2.0))
@@ -216,7 +218,7 @@ def bug_14_reduced_before_the_last_operator(graph: fx.Graph) -> None:
 
 
 def _last_addition(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """The sum of gradients that a reduction is made of, and what reads it on the way there."""
+    """Return the last sum of gradients in front of a reduction, and the nodes in between."""
     if node.target not in REDUCING:
         return None
     reader, value = node, node.args[0]
@@ -237,7 +239,7 @@ BUGS: tuple[Bug, ...] = (
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["two axes", "tensor"])
 def test_the_program_without_a_bug_is_proven(layout: str) -> None:
-    """And no other than the right one is what the bugs are made in."""
+    """The program without a bug is proven."""
     traced, phased, run = base(layout)
     assert not _mutant(phased, lambda graph: None).is_refused(traced)
     assert not run.is_changed_by(_mutant(phased, lambda graph: None))
@@ -245,7 +247,7 @@ def test_the_program_without_a_bug_is_proven(layout: str) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_is_refused(bug: Bug) -> None:
-    """It changes numbers, so it must be."""
+    """A bug changes numbers and is refused."""
     traced, phased, run = base("tensor" if bug is bug_5_missing_reduction_in_backward else "two axes")
     mutant = _mutant(phased, bug)
     assert run.is_changed_by(mutant)

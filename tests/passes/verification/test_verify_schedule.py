@@ -1,4 +1,4 @@
-"""Every schedule of torch's is accepted, with our transfers and with torch's; what changes numbers is refused."""
+"""Every schedule of torch is accepted, with our and with torch's transfers, and harmful mutations are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def one_device(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
 
 @given(schedules())
 def test_every_schedule_is_accepted_and_computes_what_one_device_does(order: PipelineOrder) -> None:
-    """Any ranks, micro-batches and virtual stages that it admits."""
+    """A schedule of any legal size is accepted, and computes one device's numbers."""
     verify_schedule(order)
     assert compute(order) == one_device(order) is not None
 
@@ -69,14 +69,14 @@ def test_mutations_that_change_numbers_are_refused(mutate: Callable[[PipelineOrd
 
 @given(schedules(), st.sampled_from(SCHEDULE_MUTATIONS), st.integers(0, 99))
 def test_any_mutation_of_any_schedule_that_changes_numbers_is_refused(order, mutate, seed: int) -> None:
-    """Drawn shapes too; those of one rank or of one micro-batch have nothing to mutate."""
+    """Any harmful mutation of a drawn schedule is refused; one rank and one micro-batch leave nothing to mutate."""
     if len(order.ranks) > 1 and order.micro_batches > 1:
         mutant = mutate(order, Random(seed))
         assert is_refused(mutant) or compute(mutant) == compute(order)
 
 
 class TorchStage:
-    """The part of a stage that torch's schedules read when they are made."""
+    """The attributes of a stage that torch's schedules read."""
 
     is_first = is_last = False
     submod = None
@@ -86,7 +86,7 @@ class TorchStage:
 
 
 def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> PipelineOrder:
-    """Return the actions of torch's runtime, without those that concern no other rank's stages."""
+    """Return the actions of torch's runtime, without actions that concern no other rank's stages."""
     stages = [TorchStage(stage, ranks, ranks * virtual_stages) for stage in range(virtual_stages)]
     made = torch_schedules.get_schedule_class(schedule)(stages, micro_batches)
     known = {work.value for work in Work}
@@ -107,7 +107,7 @@ def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.most_stages != 1])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
-    """Schedules of several stages a rank are accepted; mutated, they are refused where they change numbers."""
+    """Torch's schedules of several stages per rank are accepted, and their harmful mutations refused."""
     order = torch_order(schedule, ranks, 8, 2)
     verify_schedule(order)
     assert compute(order) == one_device(order)
@@ -118,7 +118,7 @@ def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
 
 @given(schedules())
 def test_transfers_issued_as_one_are_accepted_where_they_end(order: PipelineOrder) -> None:
-    """All that follow each other, as torch's 1F1B swaps what it has made for what it needs next."""
+    """Several consecutive transfers issued as one, as in torch's 1F1B, are accepted."""
     joined = replace(order, ranks=tuple(tuple(_joined(slots)) for slots in order.ranks))
     assert is_refused(joined) == (compute(joined) is None)
 
@@ -130,7 +130,7 @@ def _joined(slots: tuple[Slot, ...]) -> Iterator[Slot]:
 
 
 def test_a_circle_is_refused() -> None:
-    """A rank that receives, ahead of its sends, what another can only make of them."""
+    """A circle of ranks that receive before they send is refused."""
     first, second = ORDER.ranks
     receive = next(slot for slot in first if slot[0].work is Work.RECEIVE_BACKWARD)
     early = (receive, *(slot for slot in first if slot is not receive))
@@ -152,13 +152,13 @@ def test_a_circle_is_refused() -> None:
     ],
 )
 def test_messages(rank: int, before: str, after: str, says: str) -> None:
-    """They name the rank and the task."""
+    """Errors of schedules name the rank and the task."""
     with pytest.raises(VerificationError, match=says):
         verify_schedule(with_text(rank, before, after))
 
 
 def with_text(rank: int, before: str, after: str) -> PipelineOrder:
-    """`ORDER` with other slots of a rank, as they are printed; `#5` gives a tag."""
+    """Return `ORDER` with some slots of a rank replaced, in printed form; `#5` gives a tag."""
     text = f" {' '.join('+'.join(map(str, slot)) for slot in ORDER.ranks[rank])} "
     assert f" {before} " in text
     words = text.replace(f" {before} ", f" {after} ").split()
@@ -167,7 +167,7 @@ def with_text(rank: int, before: str, after: str) -> PipelineOrder:
 
 
 def parse(text: str) -> StageTask:
-    """A task as it is printed; a transfer's tag is its micro-batch, where none is given."""
+    """Parse a printed task; the default tag of a transfer is its micro-batch."""
     found = re.fullmatch(r"(\d)([A-Z_]+)(\d)(?:#(\d))?", text)
     assert found is not None
     stage, work, number, tag = found.groups()
@@ -176,7 +176,7 @@ def parse(text: str) -> StageTask:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
-    """A call without gradients ends under the stages of any schedule; as a step it lacks its backwards."""
+    """A call without gradients is accepted under the stages of any schedule, and refused as a step."""
     virtual_stages = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     order = order_forward(schedule, 3, virtual_stages)
     assert order.stage_ranks == stage_ranks(schedule, 3, virtual_stages)
@@ -191,7 +191,7 @@ def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_step_without_stages_is_a_pipeline_of_one(count: int) -> None:
-    """Its micro-batches run one after the other, or all forwards come first."""
+    """Without stages, micro-batches run one after another, or all forwards come first."""
     order = one_after_another(count)
     verify_schedule(order)
     slots = sorted(order.ranks[0], key=lambda slot: slot[0].work is Work.BACKWARD)
@@ -208,7 +208,7 @@ def test_a_step_without_stages_is_a_pipeline_of_one(count: int) -> None:
     ],
 )
 def test_messages_without_stages(text: str, micro_batches: int, says: str) -> None:
-    """They say what the step does instead."""
+    """Errors without stages describe the step's actual order."""
     with pytest.raises(VerificationError, match=says):
         verify_schedule(PipelineOrder((0,), micro_batches, (tuple((parse(word),) for word in text.split()),)))
 

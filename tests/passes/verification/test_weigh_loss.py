@@ -23,7 +23,7 @@ def _weigh(loss: Loss) -> LossWeights:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
 def test_weighed_losses_of_parts_add_up_to_that_of_the_batch(name: str) -> None:
-    """Sums count whole, means as one of so many, and what is over a count by its share of it."""
+    """Losses of micro-batches add up to the batch's loss, for sums, means, and quotients by a count."""
     loss, (x, y) = {**PLAIN, **COUNTED}[name], inputs(ignored=name in COUNTED)
     model, parts = Model(loss), list(zip(x.chunk(PARTS), y.chunk(PARTS), strict=True))
 
@@ -38,7 +38,7 @@ def test_weighed_losses_of_parts_add_up_to_that_of_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_mixes_samples_is_refused(name: str) -> None:
-    """With the same words as a step says."""
+    """A loss that mixes samples is refused with the words of a step."""
     loss, says = REFUSED[name]
     refusal = _weigh(loss).refusal
     assert refusal is not None
@@ -46,7 +46,7 @@ def test_what_mixes_samples_is_refused(name: str) -> None:
 
 
 def test_what_does_not_depend_on_the_batch_counts_once() -> None:
-    """Beside a mean it does; beside a sum it would be added for each part."""
+    """A term without the batch counts once beside a mean, and once per micro-batch beside a sum."""
     beside_mean = _weigh(lambda m, z, x, y: z.square().mean() + penalty(m))
     assert beside_mean.refusal is None
     assert beside_mean.has_constant

@@ -1,4 +1,4 @@
-"""Layer classes say what is computed, sent and kept."""
+"""Layer classes count their operations, messages and kept values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _flops(layer: LayerClass, phase: str, batch: int) -> float:
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_products_of_a_block_count_as_by_hand(batch: int) -> None:
-    """Twelve hidden-by-hidden weights, two FLOPs each for every token; the backward does twice as much."""
+    """A block has twelve hidden-by-hidden weights with two FLOPs per token each, and twice as many in the backward."""
     block = _layers()["layers:0"]
     forward = 2 * 12 * HIDDEN**2 * SEQUENCE * batch
     assert _flops(block, "forward", batch) == forward
@@ -47,7 +47,7 @@ def test_tensor_parallelism_halves_products_and_parameters() -> None:
 
 
 def test_a_bias_is_added_by_its_product() -> None:
-    """No kernel of its own adds it, and its gradient is a sum."""
+    """A product adds its bias without a kernel, and the gradient of the bias is a sum."""
     block = _layers()["layers:0"]
     names = [kernel.operator for kernel in block.forward.kernels]
     assert names.count("aten.add.Tensor") == 2  # the residuals
@@ -65,7 +65,7 @@ def test_a_block_keeps_what_its_backward_reads() -> None:
 
 
 def test_operands_are_what_only_gradients_of_weights_read() -> None:
-    """Both norms' results and what the activation makes; attention's backward reads its own result too."""
+    """Only weight gradients read the results of norms and activations; attention's backward reads its result too."""
     block = _layers()["layers:0"]
     operands = sum(item.value.local_bytes(1, SIZES) for item in block.saved if item.is_operand)
     assert operands == 2 * HIDDEN * SEQUENCE * (1 + 1 + 4)
@@ -73,7 +73,7 @@ def test_operands_are_what_only_gradients_of_weights_read() -> None:
 
 @pytest.mark.parametrize(("wide", "bytes_each"), [(False, 2), (True, 4 + 2)])
 def test_logits_that_are_kept_have_no_more_than_their_gradient_beside_them(wide: bool, bytes_each: int) -> None:
-    """In the head's type; of a copy in float32 the gradient is made in float32 and cast."""
+    """Kept logits have one gradient beside them, in the head's type, or cast from float32."""
     shape = DecoderShape(
         layers=2, hidden=HIDDEN, heads=4, kv_heads=4, head_size=16, ffn=HIDDEN, gated=True, vocab=VOCAB,
         sequence=SEQUENCE, tied=False, learned_positions=False, norm_bias=False, bias=False, dropout=0.0,
@@ -90,7 +90,7 @@ def test_logits_that_are_kept_have_no_more_than_their_gradient_beside_them(wide:
 
 
 def test_gradients_of_a_tied_table_are_added_where_they_lie() -> None:
-    """No kernel has two of them beside what is kept."""
+    """Gradients of a tied table are added in place, so no kernel holds both."""
     held = [
         sum(item.shape(1, SIZES) == (VOCAB, HIDDEN) for item in workspace)
         for layer in _layers().values()
@@ -100,7 +100,7 @@ def test_gradients_of_a_tied_table_are_added_where_they_lie() -> None:
 
 
 def test_sequence_parallelism_keeps_less() -> None:
-    """What tensor parallelism alone keeps whole is split along the sequence."""
+    """Sequence parallelism splits along the sequence the values that tensor parallelism alone keeps whole."""
     plain, split = (_layers(tensor=True, sequence_parallel=flag)["layers:0"] for flag in (False, True))
     kept = [sum(item.value.local_bytes(1, SIZES) for item in block.saved) for block in (plain, split)]
     assert kept[1] < kept[0]

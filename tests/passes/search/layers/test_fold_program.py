@@ -20,12 +20,12 @@ def test_one_block_of_a_kind_stands_for_all() -> None:
 
 
 def test_kinds_of_blocks_keep_their_order() -> None:
-    """Two kinds are two layer classes, in turn."""
+    """Blocks of two kinds in turn are two layer classes."""
     assert folded(sparse()).blocks == ("layers:0", "layers:1") * 3
 
 
 def test_forward_and_backward_of_a_block_are_both_in_its_layer() -> None:
-    """Sums of residual gradients carry another module's name, and are found all the same."""
+    """A block's forward and backward are in one layer, although residual gradient sums carry another module's name."""
     program = folded(dense())
     phases = dict.fromkeys(("forward", "backward"), 0)
     for node in program.single.graph.nodes:
@@ -35,7 +35,7 @@ def test_forward_and_backward_of_a_block_are_both_in_its_layer() -> None:
 
 
 def test_a_parameter_stands_for_those_of_all_alike_blocks() -> None:
-    """The last kept block gives names to all; the others give none."""
+    """Parameters of the last kept block stand for all repeated blocks."""
     program = folded(dense(4))
     assert program.names_of("layers.1.wide.weight") == tuple(f"layers.{index}.wide.weight" for index in range(4))
     assert program.names_of("layers.0.wide.weight") == ()
@@ -43,13 +43,13 @@ def test_a_parameter_stands_for_those_of_all_alike_blocks() -> None:
 
 
 def test_inputs_of_any_batch_give_the_same_fold() -> None:
-    """What is traced does not depend on the example's batch."""
+    """The trace does not depend on the batch of the example inputs."""
     assert tokens(3)[0].shape[0] == 3
     assert folded(dense()).layer_of == folded(dense()).layer_of
 
 
 class Shared(nn.Module):
-    """Adds to all sequences what it has once, as GPT-2 does with its embeddings of positions."""
+    """A model that adds one value to all sequences, as GPT-2 adds its position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

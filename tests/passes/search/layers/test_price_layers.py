@@ -1,4 +1,4 @@
-"""Layer classes priced from what others share cost the same."""
+"""Layer classes priced with shared parts keep their prices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = st.sampled_from([1, 2, 4])
 def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
     batch: int, tensor: int, context: int, expert: int, parallel: bool, split: bool
 ) -> None:
-    """To the last digit; and the sum over all kernels is what they take one by one."""
+    """A used pricer gives a new pricer's prices to the last digit, and all kernels sum to the total."""
     kind = RecipeKind(tensor > 1, parallel and tensor > 1, context > 1, expert > 1, split and tensor > 1, fused=True)
     sizes = {"tensor": tensor, "context": context, "expert": expert}
     new = LayerPricer(Products(DEVICE, "bf16"))
@@ -51,7 +51,7 @@ def _numbers(price: LayerPrice) -> tuple[object, ...]:
 
 
 def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another batch only kernels that have its sequences are priced anew; of one that was met, none."""
+    """Another batch prices only kernels with sequences anew, and a known batch prices no kernel."""
     priced: list[str] = []
 
     price = Products.price
@@ -91,7 +91,7 @@ def test_products_with_weights_are_faster_in_8_bits_and_those_of_attention_are_n
 
 
 def test_of_experts_gradients_a_rank_holds_its_share() -> None:
-    """Of a stack of weights a rank makes the gradient of its own experts; tokens come from other ranks as they go."""
+    """A rank has the gradients of its own experts, and receives tokens from other ranks."""
     stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2
     workspaces = [
         MODEL.layer_prices(Execution(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].workspace_bytes
@@ -101,7 +101,7 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
 
 
 def test_operands_of_products_in_8_bits_are_kept_so() -> None:
-    """A byte for each element in blocks; what comes before and after them keeps as much."""
+    """Products in 8 bits keep one byte per element in blocks, and the neighbouring layers keep as much as before."""
     cluster = Cluster("h100_sxm", 1, 4)
     wide, narrow = (MODEL.layer_prices(Execution(data=4, precision=precision), cluster) for precision in ("bf16", "f8"))
     for name, layer in MODEL.count(RecipeKind.of(Execution())).items():

@@ -41,7 +41,7 @@ def _parameters(program: FoldedProgram, layout: AxisLayout) -> dict[str, P]:
 
 
 def test_tensor_parallelism_alternates_columns_and_rows(program: FoldedProgram) -> None:
-    """Weights [out, in] before attention and activation are split by rows, those after by columns; norms are whole."""
+    """Weights [out, in] are split by rows before attention and activation, and by columns behind; norms are whole."""
     layout = propagate_axis(axis_space(program.single), Policy(splits_parameters=True))
     found = _parameters(program, layout)
     assert found["layers.1.mixed.weight"] == found["layers.1.wide.weight"] == P(AXIS)
@@ -60,9 +60,9 @@ def test_tensor_parallelism_reduces_twice_each_way(program: FoldedProgram) -> No
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_sequence_parallelism_scatters_and_gathers(norm: Callable[[int], nn.Module]) -> None:
-    """Each all-reduce becomes a reduce-scatter and an all-gather; the backward gathers what was saved split again.
+    """Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather, also in the backward.
 
-    Norms stay on the sequence, also where their rule would let them be split along the hidden dim.
+    Norms stay split along the sequence, although their rule allows the hidden dim.
     """
     program = folded(dense(norm=norm))
     policy = Policy(splits_parameters=True, sequence=_context(program))

@@ -24,7 +24,7 @@ def _experts(recipe: Execution) -> LayerPrice:
 
 
 def test_calls_between_the_two_permutations_are_routed() -> None:
-    """Both sorts, both selections and products, forward and backward; neither the router before nor sums behind."""
+    """Sorts, selections and products between the two permutations are routed; the router and the sums are not."""
     nodes = PRICED.folded.single.nodes_by_name()
     found = [nodes[name] for name in routed_calls(PRICED.folded, AXIS)]
     forward = [node.target for node in found
@@ -36,7 +36,7 @@ def test_calls_between_the_two_permutations_are_routed() -> None:
 
 
 def test_tokens_are_split_and_weights_are_not() -> None:
-    """A weight's gradient adds up what ranks have of it."""
+    """Tokens are split and weights are whole, so a weight's gradient is a sum over ranks."""
     nodes = PRICED.folded.single.nodes_by_name()
     products = {name: strategy for name, strategy in routed_calls(PRICED.folded, AXIS).items()
                 if nodes[name].target is torch.ops.aten.bmm.default}  # fmt: skip
@@ -48,7 +48,7 @@ def test_tokens_are_split_and_weights_are_not() -> None:
 
 @pytest.mark.parametrize("recipe", SPLIT)
 def test_experts_cost_a_rank_with_half_the_tokens_what_half_the_sequences_cost(recipe: Execution) -> None:
-    """Splitting tokens over context or tensor ranks is no other than splitting batches."""
+    """Half the tokens cost a rank of experts as much as half the sequences, for context and tensor ranks."""
     split, half = _experts(recipe), _experts(Execution(data=4, expert=4, micro_batch=32))
     for one, two in ((split.forward, half.forward), (split.backward, half.backward)):
         assert _seconds(one.busy) == pytest.approx(_seconds(two.busy))
@@ -56,7 +56,7 @@ def test_experts_cost_a_rank_with_half_the_tokens_what_half_the_sequences_cost(r
 
 
 def test_tokens_that_all_tensor_ranks_hold_are_not_split() -> None:
-    """Without sequence parallelism each tensor rank routes all of them."""
+    """Without sequence parallelism each tensor rank routes all tokens."""
     whole = _experts(Execution(data=2, tensor=2, expert=4, micro_batch=64))
     alone = _experts(Execution(data=4, expert=4, micro_batch=64))
     assert [item for item in whole.forward.traffic if item.axis == "expert"] == list(alone.forward.traffic)

@@ -1,4 +1,4 @@
-"""Bounds lie below what they bound."""
+"""Lower bounds of recipes are at most the prices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.pipeline_stages import cuts_backward, share_out, stages_time
-from passes.search.recipe_bounds import LayerTable, path_times, places_of
-from passes.search.recipe_pricer import RecipePricer
+from passes.search.price_recipe import LayerTimes
+from passes.search.recipe_pricer import RecipePricer, path_times, places_of
 from passes.search.recipe_space import POLICIES, ActivationPolicy, Pipe, RecipeSpace, Sharding, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.executions import under
@@ -45,8 +45,8 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     """Any schedule takes at least its bound, with any times of layer classes and hand-overs."""
     pipe, blocks, micro_batches = drawn
     forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
-    table = LayerTable(forward, backward, *[np.zeros(4)] * 3)
-    (found,) = path_times(table, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
+    times = LayerTimes(forward, backward, *[np.zeros(4)] * 5, communication=())
+    (found,) = path_times(times, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
     recipe, stages = recipe_of(pipe, len(blocks), micro_batches), []
     for stage in share_out(blocks, recipe):
         counts = np.array([dict(stage.layers).get(name, 0) for name in NAMES])
@@ -97,7 +97,7 @@ def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
-    """Any schedule and sharding take at least the floor of their layout; once these are known, bounds are the price."""
+    """A layout's floor of memory bounds every schedule and sharding, and a complete bound equals the price."""
     counted = MODELS[name]
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
     base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")

@@ -17,7 +17,7 @@ from autoshard.rules.enumeration import Choice, Split, Strategy
 from passes.memory.repeated_lifetimes import with_repeated
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
-from passes.recomputation.recompute_problem import Again
+from passes.recomputation.recompute_problem import Restored
 from passes.strategies.enumerate_strategies import (
     Link,
     SearchSpace,
@@ -33,7 +33,7 @@ from passes.strategies.price import local_bytes
 from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where_run
 
 
-def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
+def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
     """The problem of the program with recomputation and offload; its variables and options are those of `planning`.
 
     Clones, and copies to and from the host, have the variable of their original. So a choice of `planning` is a choice
@@ -42,9 +42,9 @@ def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
     Raises:
         NotAlikeError: the program leaves blocks out, and its remaining blocks recompute values of different variables.
     """
-    if not again:
+    if not restored:
         return planning
-    space, originals = space_with(planning.space, again)
+    space, originals = space_with(planning.space, restored)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
     repeated = find_repeated(space, paths_where_run(space, module_paths(space.program), brought))
@@ -63,9 +63,9 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
     return float(sum(sizes))
 
 
-def space_with(space: SearchSpace, again: Again) -> tuple[SearchSpace, dict[str, str]]:
+def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
     """The search space with clones and copies, which have the specs of their originals, and the original of each."""
-    program = InsertRecompute(again.recomputed, again.offloaded)(space.program)
+    program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
         if not leaves_program(space.sites[link.head], link):

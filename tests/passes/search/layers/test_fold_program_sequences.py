@@ -1,4 +1,4 @@
-"""The program of one sequence follows from those of two and of three."""
+"""The program of one sequence follows from the programs of two and three sequences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from autoshard import Cluster, TraceError, tracing
 from autoshard.ir.execution import Execution
 from autoshard.ir.program import Program, tensor_values
 from passes.driver.pricing import price_execution
-from passes.search.layers.fold_program import fold_program, is_layout
-from passes.search.layers.one_sequence import program_of_one
+from passes.search.layers.fold_program import fold_program, is_layout, program_of_one
 from tests.passes.decoders import PRICED
 from tests.passes.executions import under
 from tests.zoo.table import ARCHITECTURES
@@ -40,12 +39,12 @@ def _square(outputs: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model that one sequence tells nothing of.
+    """A model that cannot be traced with one sequence.
 
     Args:
-        model: it.
-        inputs: of so many sequences.
-        loss_fn: its loss.
+        model: the model.
+        inputs: inputs of a number of sequences.
+        loss_fn: loss of the model.
     """
 
     model: nn.Module
@@ -94,7 +93,7 @@ _CASES = [pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else nam
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize("name", _CASES)
 def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
-    """What is found for five is what a trace of five has, in every call."""
+    """The sizes derived for five sequences equal a trace of five sequences in every call."""
     case = CASES[name]()
     two, three, five = (_traced(case, batch) for batch in (2, 3, 5))
     single = program_of_one(two, three)
@@ -108,7 +107,7 @@ def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize("name", _CASES)
 def test_such_models_are_priced_and_planned(name: str) -> None:
-    """A recipe has a price, whatever the example's batch, and a search finds one at most as dear."""
+    """Recipes of the model have prices, for any example batch, and a search finds one at most as dear."""
     case = CASES[name]()
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=2)
     recipe = under(Execution(data=2, global_batch=8, micro_batch=2, precision="f32"), master_weights=False)
@@ -143,7 +142,7 @@ def test_a_model_that_does_other_things_for_three_is_refused() -> None:
 
 
 class Pairs(nn.Module):
-    """Compares every sequence with every other, in one dim."""
+    """A model that compares every sequence with every other sequence along one dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +154,7 @@ class Pairs(nn.Module):
 
 
 def test_sizes_that_are_none_for_one_sequence_are_refused() -> None:
-    """A dim of four for two sequences and nine for three would be -1 for one; the call is named."""
+    """A dim of four for two sequences and nine for three is refused, because one sequence would give -1."""
     two, three = (tracing.trace(Pairs(), (torch.ones(batch, 4),), {}) for batch in (2, 3))
     with pytest.raises(TraceError, match=r"aten.* has a tensor of \[4\] for two sequences, and of \[9\] for three"):
         program_of_one(two, three)
