@@ -120,7 +120,7 @@ class Mysterious(nn.Module):
         (
             {"constraints": {"weight": P("data"), "w*": P()}},
             InvalidSpecError,
-            r"\['w\*'\] asks 'weight' to be P\(\), and const",
+            r"\['w\*'\] lays out 'weight' as P\(\), and const",
         ),
         ({"example_inputs": {"input": torch.ones(4, 0)}}, TraceError, r"input:0 has shape=\(4, 0\), no elements"),
         ({"time_budget_s": -1}, NotAvailableError, r"time_budget_s=-1 must be a number of seconds, at least 0"),

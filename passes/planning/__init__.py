@@ -1,1 +1,1 @@
-"""The planning problem of a program: construction, restriction, search and memory."""
+"""The planning problem of a program: building, restricting and searching it."""

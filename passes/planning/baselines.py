@@ -1,12 +1,11 @@
 """Known recipes as restrictions of the search space (`restrictions`), priced like any plan.
 
-* Data parallel: every axis has the role "data".
-* ZeRO-1, for plans of a whole training step with state: every axis has the role "zero-1".
-* Fully sharded data parallel: every axis has the role "fsdp".
-* HSDP, on a mesh of several axes: the last axis has the role "fsdp", the others "data".
-* Megatron TP+SP, on such a mesh too: the last axis is "model", the others "data". Splits along the sequence are
-  searched.
-* The earlier plan, if there is one: each node as in a plan of this mesh or another, if possible.
+* data parallel: every axis has the role "data";
+* ZeRO-1, if the plan is for a whole training step with optimizer state: every axis has the role "zero-1";
+* fully sharded data parallel: every axis has the role "fsdp";
+* HSDP, on a mesh of several axes: the last axis has the role "fsdp", the other axes "data";
+* Megatron TP+SP, on a mesh of several axes: the last axis is "model", the other axes "data";
+* the plan before, if there is one: each node as in a plan of this mesh or another mesh, if possible.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """The best plan of each recipe, None if no plan of it fits.
+    """Return the best plan of each recipe, or None if no plan of it fits.
 
-    Recipes that the user's constraints exclude are left out. So are recipes that the search had no time for.
+    A recipe is absent if the user's constraints leave it no plan, or if the search ended before its turn.
 
     Args:
-        planning, search, allowed: the same as for the main search.
-        before: a plan of the program, on this mesh or another.
-        elsewhere: plans on other meshes with as many devices. A recipe that uses every axis alike is left out if it
-            fits on one of these meshes with no more axes. It would be nearly the same plan, with more collectives.
+        planning, search, allowed: the problem, its search and the allowed options, as in `Search`.
+        before: a plan of the program, on this mesh or another mesh.
+        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike is left out if it fits
+            on one of these meshes with no more axes. Its plan here would be much the same, with more collectives.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -80,11 +79,11 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineSteps(Mapping[str, float | None]):
-    """Predicted step of each known recipe, seconds; None for a recipe that does not fit. Pickled as a dict of known
+    """Predicted step of each known recipe, seconds; None if the recipe does not fit. Pickled as a dict of the known
     steps.
 
     Args:
-        names: names of the recipes.
+        names: the recipes.
         known: the steps that are known already.
         predict: gives the step of each other recipe, at its first read.
     """
@@ -112,7 +111,7 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether a known recipe is among baselines, and not known to need too much memory."""
+    """Whether a known recipe is among baselines, and may fit in memory as far as is known."""
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 
@@ -148,7 +147,7 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 
 
 def known_recipes(mesh: Mesh) -> dict[str, Roles]:
-    """The roles of each axis under each recipe."""
+    """Return the roles of each axis under each recipe."""
     *outer, inner = mesh.axis_names
     found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
     if outer:
@@ -158,7 +157,7 @@ def known_recipes(mesh: Mesh) -> dict[str, Roles]:
 
 
 def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
-    """The options whose results have the specs of another plan. If some have the operands' specs too, only these."""
+    """Return the options whose results have the specs of another plan; their operands' specs decide between several."""
     masks: dict[int, np.ndarray] = {}
     for name, site in planning.space.sites.items():
         node = before.nodes.get(name)

@@ -1,13 +1,13 @@
 """Prices of parameters and gradients in buckets, and the planning problem at these prices.
 
-The search prices collectives one by one, each with its latency. The lowered program gathers parameters and reduces
-gradients in buckets (`passes/lowering/bucket_collectives.py`). Members of a bucket share a latency, and on GPUs most of
-the bucket overlaps computation. Collectives of activations rarely overlap. So a layout that gathers many parameters
-costs less than its price in the search, compared with one that sends few activations. A choice at bucket prices is one
-more plan, whose time the lowered program gives.
+The search adds up the seconds of single collectives, each with its latency. The lowered program gathers parameters and
+reduces gradients in buckets (`passes/lowering/bucket_collectives.py`). Members of a bucket share a latency. On GPUs
+most buckets run beside computation, while computation mostly waits for collectives of activations. So a layout that
+gathers many parameters and sends few activations runs faster than the search expects. The best choice at bucket prices
+is one more candidate; its lowered program tells its real time.
 
-A link counts here if its tail is computed from parameters alone, or if its head only updates or leaves the program. Its
-collective costs its share, by bytes, of the smallest bucket's time.
+Bucket prices apply to links whose tail is computed from parameters alone, and to links whose head only updates or
+leaves the program. Such a collective takes its share, by bytes, of the seconds of the smallest bucket.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class BucketPrice:
     """Seconds of one reshard step within a bucket.
 
     Args:
-        alone: prices of steps outside buckets.
+        alone: prices of single steps.
         piece_bytes: one rank's piece of the bucket.
-        hidden: the share of the time that overlaps computation and costs nothing.
+        hidden: fraction of the seconds that costs nothing, because the bucket runs beside computation.
     """
 
     alone: StepPrice
@@ -50,7 +50,7 @@ class BucketPrice:
         return (1 - self.hidden) * sum(self.parts(step))
 
     def parts(self, step: ReshardStep) -> tuple[float, float]:
-        """Seconds of communication, whether hidden or not, and of copies."""
+        """Return the seconds of communication, hidden or not, and of copies."""
         sent_s, copied_s = self.alone.parts(step)
         piece = piece_bytes(step)
         if sent_s == 0.0 or not 0 < piece < self.piece_bytes:
@@ -63,7 +63,7 @@ class BucketPrice:
 
 
 def piece_bytes(step: ReshardStep) -> int:
-    """Bytes of one rank's piece of a step's message."""
+    """Bytes of one rank's piece of the value that a step sends."""
     return step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
 
 
@@ -74,15 +74,15 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """The best choice at bucket prices, with its cost at the problem's own prices; None if no choice fits.
+    """Return the best choice at bucket prices, with its cost at single prices; None if no choice fits.
 
-    The search shows no progress, since its costs would be at other prices.
+    The progress of this search is not shown, because its costs are not those of the problem.
 
     Args:
         planning: the problem.
-        priced: the result of `in_buckets` for it.
-        search, allowed: the search and its options.
-        start: choices that fit; the result is at least as cheap at these prices.
+        priced: the result of `in_buckets` for the problem.
+        search, allowed: the search, and the allowed options.
+        start: choices that fit; the result is no worse at bucket prices.
     """
     if search.control.is_stopped:
         return None
@@ -93,19 +93,18 @@ def solve_in_buckets(
 
 
 _MOST_HIDDEN = 0.8
-"""The share of communication of parameters and gradients that a GPU's step overlaps with computation.
-
-The share was fitted on 82 choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron's, searched plans).
-Their lowered programs are predicted at 0.94 to 1.04 of this price. ZeRO-1's are at 1.0 to 1.17, since its gathers
-follow the update. Without overlap and buckets, all are at 0.49 to 0.87 (2026-11-28).
+"""Fraction of the traffic of parameters and gradients that a GPU's step hides beside computation. It is fitted to 82
+choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron, searches). Their lowered programs take 0.94
+to 1.04 of this price. ZeRO-1 takes 1.0 to 1.17, because it gathers after its update. With nothing hidden and single
+prices, all take 0.49 to 0.87 (2026-11-28).
 """
 
 
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """The share of communication of parameters and gradients that a step is likely to overlap with its other work.
+    """Fraction of the traffic of parameters and gradients that a step likely hides beside its other work.
 
-    On CPUs the share is zero: on one machine communication takes the cores that compute
-    (`cost_models.streams.overlap_of`). Overlap over a network of CPU machines was not measured.
+    On CPUs nothing is hidden: on one machine, communication takes cores from computation
+    (`cost_models.streams.overlap_of`). Hiding over a network of CPUs was not measured.
     """
     if not planning.prices.cluster.device.dispatch_s:
         return 0.0
@@ -118,11 +117,11 @@ def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: int) -> float:
-    """Approximate seconds of a choice's step: parameters and gradients travel in buckets, and overlap if they can.
+    """Approximate seconds of a choice's step, with parameters and gradients in buckets that are hidden where possible.
 
     Args:
         planning, choice: the choice, one option per variable.
-        piece_bytes: one rank's piece of a bucket, at most the bytes of the parameters.
+        piece_bytes: one rank's piece of a bucket, if the parameters have that many bytes.
     """
     price = BucketPrice(planning.prices.step_price, min(piece_bytes, _parameter_bytes(planning)))
     runs, alone_s, sent_s, last_s = planning.link_runs(), 0.0, 0.0, 0.0
@@ -139,7 +138,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
 
 
 def _parameter_bytes(planning: PlanningProblem) -> int:
-    """Bytes of a rank's piece of all parameters, split over the mesh."""
+    """Bytes of a rank's piece of all parameters, split over the whole mesh."""
     counts, found = planning.counts(), 0
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         (value,) = planning.space.sites[slot.node].results
@@ -159,12 +158,12 @@ def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price
 
 
 def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0) -> Assignment:
-    """The assignment of a planning problem, with parameters and gradients at bucket prices.
+    """Return the assignment of a planning problem with traffic of parameters and gradients at bucket prices.
 
     Args:
-        planning: the problem, at prices outside buckets.
+        planning: the problem at single prices.
         piece_bytes: one rank's piece of the smallest bucket.
-        hidden: the share of the time that costs nothing, see `hidden_part`.
+        hidden: fraction of this traffic that costs nothing, see `hidden_part`.
     """
     price = BucketPrice(planning.prices.step_price, piece_bytes, hidden)
     costs, edges = list(planning.assignment.costs), list(planning.assignment.edges)
@@ -182,7 +181,7 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0)
 
 
 def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
-    """Seconds that each reshard on a link saves in a bucket."""
+    """Seconds that a bucket saves on each reshard of a link."""
     prices = planning.prices
     value, sources, targets = _ends(planning, link)
     key = (_saved, price.hidden, value.shape, value.itemsize, sources, targets)
@@ -194,20 +193,20 @@ def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
 
 
 def _alone(planning: PlanningProblem, link: Link) -> Floats:
-    """Seconds of each reshard on a link, [tail's options, head's]."""
+    """Seconds of each reshard on a link, [tail's options, head's options]."""
     return planning.prices.reshard_table(*_ends(planning, link))
 
 
 def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
-    """The value on a link, its possible specs, and the specs that its reader may need."""
+    """Return the value on a link, its possible specs, and the specs in which it may be needed."""
     tail, head = planning.space.sites[link.tail], planning.space.sites[link.head]
     return tail.results[link.result], specs_of(tail, link.result), needs_of(head, link)
 
 
 def bucketed_links(planning: PlanningProblem) -> frozenset[int]:
-    """Indices of the links whose collectives are put into buckets, found once and kept with the problem.
+    """Return the indices of the links whose collectives join buckets; found once for each problem.
 
-    These are links from parameters to values computed from more than parameters, and links from gradients to updates.
+    These are links from parameters to calls that read other values too, and links from gradients to their update.
     """
     if "bucketed_links" not in planning.derived:
         planning.derived["bucketed_links"] = frozenset(_bucketed(planning.space))
@@ -224,7 +223,7 @@ def _bucketed(space: SearchSpace) -> Iterator[int]:
 
 
 def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
-    """The sites of parameters, and of values computed from parameters alone."""
+    """Return the sites of parameters, and of calls that read parameters alone."""
     operands: dict[str, list[str]] = {}
     for link in space.links:
         if link.operand >= 0:
@@ -237,7 +236,9 @@ def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
 
 
 def _only_updating(space: SearchSpace) -> set[str]:
-    """The sites of the update, and of values that only updates or gradient outputs read."""
+    """Return the sites of the update, and of calls whose results only the update reads or leave the program as
+    gradients.
+    """
     readers: dict[str, list[Link]] = {}
     for link in space.links:
         readers.setdefault(link.tail, []).append(link)

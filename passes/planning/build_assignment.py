@@ -1,9 +1,9 @@
-"""Turns a priced search space into an assignment problem over classes of equal nodes.
+"""Turn a priced search space into an assignment problem over classes of alike nodes.
 
-Each class is one variable; its options are the strategies of the class. A node's time counts once for each run of its
-members in a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in its
-spec. Links between the same places of two classes become one edge, whose costs count in the same way. Links within one
-class become costs of its variable. Memory rows are made for single program points, on demand.
+Each class has one variable, and its options are the strategies of the class. A node's seconds count as often as its
+members run in a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in
+its spec. Links between the same places of two classes become one edge, whose costs count as often as the links run.
+Links within one class become costs of its variable. A memory row is made for a program point when it is needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """An assignment, and the sites and links behind its variables and edges.
+    """An assignment, and the meaning of its variables and edges.
 
     Args:
         space: the sites and links.
@@ -50,8 +50,8 @@ class PlanningProblem:
         edge_between: two variables to the index of an edge of `assignment` from the first to the second.
         assignment: the problem, without memory rows.
         memory: tables of bytes.
-        repeated: the units that the program leaves out.
-        derived: results of other passes about the problem, the same for every choice.
+        repeated: the repeated units, of which the program leaves some out.
+        derived: facts about the problem, for any choice, that other passes compute and keep here.
     """
 
     space: SearchSpace
@@ -67,19 +67,19 @@ class PlanningProblem:
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
     def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
-        """The strategy of site `name` under a choice."""
+        """Return the strategy of site `name` under a choice."""
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Site to the count of the model's sites that it stands for; absent sites stand for themselves."""
+        """Site to the number of sites that it stands for; absent sites stand for themselves alone."""
         return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
-        """Site to its count of runs in a step."""
+        """Site to its number of runs in a step."""
         return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
-        """How often the reshard on each link runs in a step."""
+        """Number of runs in a step of the reshard on each link."""
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def adding_s(self, choice: Sequence[int]) -> float:
@@ -96,7 +96,7 @@ class PlanningProblem:
         return self._memory_usage()(choice)
 
     def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
-        """Bytes below which the peak of no choice of the `allowed` options is; see `MemoryUsage.least_peak`."""
+        """A lower bound of the peak of every choice of `allowed` options, bytes; see `MemoryUsage.least_peak`."""
         return self._memory_usage().least_peak(allowed)
 
     def _memory_usage(self) -> MemoryUsage:
@@ -105,7 +105,9 @@ class PlanningProblem:
         return self._usage[0]
 
     def _items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Items in memory, each behind its site or "": values, copies on links, and workspaces of calls."""
+        """Return pairs of site and item in memory: values, copies on links and workspaces; "" for items that are no
+        values.
+        """
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
             yield name, UsedBytes(interval, table, (self.classes[name],), number)
@@ -118,11 +120,11 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """The bytes of a value with its optimizer state, as a multiple of its own."""
+        """Factor of a value's bytes; a parameter carries its optimizer state."""
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
     def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
-        """The variables that decide the bytes that a link keeps: both ends, or the head alone."""
+        """Return the variables that decide the bytes of a link: both ends, or its head alone."""
         link = self.space.links[kept.link]
         head = self.classes[link.head]
         return (head,) if table.ndim == 1 else (self.classes[link.tail], head)
@@ -139,7 +141,7 @@ def build_problem(
     representatives: Mapping[str, str],
     repeated: RepeatedUnits = NO_REPEATED_UNITS,
 ) -> PlanningProblem:
-    """The assignment problem of a search space, with one variable for equal sites."""
+    """Return the assignment problem of a search space in which alike sites are tied."""
     representatives = tie(representatives, repeated)
     runs = site_runs(space, repeated, liveness.micro_batches)
     numbers: dict[str, int] = {}
@@ -175,7 +177,7 @@ def build_problem(
 
 
 def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices) -> Floats:
-    """Seconds of all calls of a variable by its option."""
+    """Seconds of all calls of a variable, [options]."""
     times = []
     for names in _by_call(group, sites):
         site = sites[names[0]]
@@ -184,9 +186,9 @@ def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[s
 
 
 def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
-    """The sites of a variable by their call: its own calls, and copies to and from the host.
+    """Group the sites of a variable by call: first its own calls, then each form of copy to and from the host.
 
-    The results of one call differ in size, and so do their copies.
+    Results of one call may differ in size, and so may their copies.
     """
     found: dict[Any, list[str]] = {}
     for name in group:
@@ -199,7 +201,7 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[s
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
 ) -> dict[_EdgeKey, tuple[Link, int]]:
-    """One link for each pair of places that links join, and the sum of their runs."""
+    """Return one link for each pair of places that links join, and the number of runs of all these links."""
     found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
@@ -209,14 +211,14 @@ def _alike_links(
 
 
 def _places_of(tail: Site, head: Site, link: Link) -> _Places:
-    """The inputs of a link's costs and copies: links with an equal key share their tables."""
+    """Return everything that the costs and copies of a link depend on; links with equal keys share their tables."""
     value = tail.results[link.result]
     strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
-    """Seconds of a link between two places."""
+    """Seconds of a link between two places, [tail's options, head's options]."""
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     times = prices.reshard_table(tail.results[link.result], sources, targets)

@@ -1,7 +1,7 @@
-"""Apply a user's constraints: which strategies of parameters, inputs and results remain.
+"""Apply a user's constraints to the strategies of parameters, inputs and results.
 
 A constraint maps a glob of qualified names ("layers.*.up_proj.weight", "input:0", "output:0") to the spec that the
-value must have. Optimizer state ("exp_avg:layers.0.weight") is meant only by patterns with a colon.
+value must have. A pattern applies to optimizer state ("exp_avg:layers.0.weight") only if the pattern has a colon.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
-    """Variable to the mask of the options that all constraints allow.
+    """Return a mask of the options that all constraints leave, for each constrained variable.
 
     Raises:
-        InvalidSpecError: a pattern matches no name, or a matched value cannot have the spec.
+        InvalidSpecError: a pattern matches no value, or a value cannot have the spec.
     """
     names = constrainable(planning.space)
     state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
     allowed: dict[int, np.ndarray] = {}
-    asked: dict[int, str] = {}
+    layouts: dict[int, str] = {}
     for pattern, spec in constraints.items():
         matches = [name for name in names if fnmatchcase(name, pattern) and (":" in pattern or name not in state)]
         if not matches:
@@ -39,18 +39,20 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
             )
         for name in matches:
             variable, mask = planning.classes[names[name]], _mask(planning, name, names[name], spec)
-            asks = f"constraints[{pattern!r}] asks {name!r} to be {spec!r}"
+            layout = f"constraints[{pattern!r}] lays out {name!r} as {spec!r}"
             allowed[variable] = mask & allowed.get(variable, mask)
             if not allowed[variable].any():
-                raise InvalidSpecError(f"{asks}, and {asked[variable]}; they lie alike. Leave one of the two out.")
-            asked[variable] = asks
+                raise InvalidSpecError(
+                    f"{layout}, and {layouts[variable]}. Both values have one layout; leave one of the constraints out."
+                )
+            layouts[variable] = layout
     return allowed
 
 
 def constraints_on(
     program: Program, constraints: Mapping[str, PartitionSpec], *, without_state: bool
 ) -> dict[str, PartitionSpec]:
-    """The constraints, without those on outputs or state that this program (an evaluation, say) lacks."""
+    """Return the constraints without those on outputs or state that this program, such as an evaluation, lacks."""
     outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
     return {
         pattern: spec
@@ -61,10 +63,9 @@ def constraints_on(
 
 
 def whole_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> list[str]:
-    """The names of the outputs that every rank returns whole.
+    """Return the names of the outputs that every rank gets whole.
 
-    These are outputs that modules keep in attributes; with `gather`, all outputs. Outputs with a constraint are
-    excluded.
+    With `gather`, these are all outputs; else those that modules keep in attributes. Constrained outputs are left out.
     """
     kept = {f"output:{index}" for index in program.kept}
     names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if gather or slot.name in kept]
@@ -72,16 +73,17 @@ def whole_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
-    """The names of the outputs that are returned in the plan's spec: tensors with dims that need not be whole."""
+    """Return the names of the outputs that stay split: tensors of a dim or more that need not be whole."""
     nodes = program.nodes_by_name()
     names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
     return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Qualified name to site, for every value that a constraint may name (tied parameters under each of their names).
+    """Map the qualified name of each value that a constraint may name to its site; tied parameters have all their
+    names.
 
-    A value of a left-out block has the site that stands for it.
+    A value in a left-out block has the site that stands for it.
     """
     names = {
         alike: slot.node
@@ -94,7 +96,11 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
 
 
 def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:
-    """The options of a site with a spec; raises `InvalidSpecError` if there are none."""
+    """Return a mask of the options of a site with a spec.
+
+    Raises:
+        InvalidSpecError: no option has the spec.
+    """
     site = planning.space.sites[site_name]
     try:
         spec.check(planning.space.mesh, _ndim(site))
@@ -105,14 +111,16 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
         raise InvalidSpecError(
             f"constraints: {name!r} cannot be laid out as {spec!r} on {planning.space.mesh}: "
             f"it has shape {_shape(site)}. A dim may be split unevenly, but into no more pieces than it has elements. "
-            "Two axes on one dim keep the mesh's order. They split an uneven dim only if DTensor cuts it into the "
-            "same pieces. Parameters and inputs are whole or split, not partial."
+            "Two axes on one dim keep the mesh's order, and split an uneven dim only if DTensor makes the same "
+            "pieces. Parameters and inputs are whole or split, not partial."
         )
     return mask
 
 
 def own_specs(site: Site) -> list[PartitionSpec]:
-    """The spec of a site's value under each of its strategies: of its first result, or of the program's output."""
+    """Return the spec of a site's value under each strategy: of its first result, or of the value that leaves the
+    program.
+    """
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 
 

@@ -1,4 +1,4 @@
-"""The coverage of a plan: whether each operator is split or runs whole on every rank, and its time."""
+"""Report how a plan treats each operator: split or whole on every rank, and for how many seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from passes.strategies.operator_names import operator_name
 
 
 def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:
-    """The calls of a program, with calls of one operator on one source line together, the most expensive first.
+    """Return the calls of a program by operator and source line, the most expensive first.
 
     Args:
         planning: the problem.
@@ -36,7 +36,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
 
 
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
-    """Seconds of the reshards of each site's operands."""
+    """Seconds of resharding the operands of each site to the specs that it reads."""
     space, times = planning.space, dict[str, float]()
     runs = planning.link_runs()
     for index, link in enumerate(space.links):

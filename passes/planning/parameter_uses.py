@@ -1,4 +1,4 @@
-"""Calls of a program that read a parameter, make its gradient, and update it."""
+"""Find the calls of a program that read a parameter, make its gradient, or update it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from passes.strategies.enumerate_strategies import Link, Site, operands_of, reso
 
 
 def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
-    """Find the call that makes the gradient of a parameter's update, and the index of that result."""
+    """Return the call that makes the gradient of a parameter's update, and the index of that result."""
     update = update_of(parameter)
     return None if update is None else resolve(operands_of(update)[1])
 
 
 def update_of(parameter: fx.Node) -> fx.Node | None:
-    """The update of a parameter, if there is one."""
+    """Return the update of a parameter, or None."""
     return next((user for user in parameter.users if user.target in IN_PLACE and user.args[0] is parameter), None)
 
 
 def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links by which calls of the forward read a value, behind views, fan-outs and casts."""
+    """Return the links by which calls of the forward read a value, after views, fan-outs and casts."""
     sites = planning.space.sites
     return (link for link in forward_links(planning, name) if not passes_on(sites[link.head], link))
 
 
 def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links of the forward that read a value, including reads through fan-outs, views and casts."""
+    """Return the links of the forward that read a value, or a fan-out, view or cast of it."""
     readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
     if not readers:
         for link in planning.space.links:

@@ -1,4 +1,4 @@
-"""The meshes for a recipe, and the recipes without a mesh."""
+"""The meshes that a recipe fits, and the refusal of recipes that fit no mesh."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ FIELDS: Mapping[str, Sequence[str]] = {
     CONTEXT: ("context",),
     MODEL: ("tensor", "sequence_parallel", "expert_tensor"),
 }
-"""The recipe fields that restrict each axis; if all of them are free, so is the axis."""
+"""The recipe fields that decide the use of an axis. If all of them are free, the axis is free."""
 
 
 def restricts(recipe: Recipe, axis: str) -> bool:
-    """Whether a recipe restricts an axis."""
+    """Whether a recipe decides the use of an axis."""
     return any(getattr(recipe, name) is not None for name in FIELDS.get(axis, ()))
 
 
 def names_axes_of(recipe: Recipe | None, meshes: Iterable[Mesh]) -> bool:
-    """Whether a recipe restricts an axis of some meshes."""
+    """Whether a recipe decides the use of any axis of some meshes."""
     return recipe is not None and any(restricts(recipe, axis) for mesh in meshes for axis in mesh.axis_names)
 
 
 def pipeline_ranks(mesh: Mesh) -> int:
-    """Ranks along the pipeline axis; 1 without one."""
+    """Number of ranks along the pipeline axis; 1 if the mesh has none."""
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)
 
 
 def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """The meshes of `devices` devices for a recipe: one, or one for every size of a free axis.
+    """Return the meshes of `devices` devices that a recipe fits: one, or one for each size of its free axes.
 
-    If `context` is free, it has an axis only if no mesh exists without one, since any free axis may split the sequence.
-    `pipeline` and `expert` have axes if they are given.
+    If `context` is free, it gets an axis only if no mesh is possible without it, because any free axis may split the
+    sequence. `pipeline` and `expert` get axes only if the recipe gives their sizes.
 
     Raises:
-        RecipeError: no sizes of the free axes give this number of devices, or the recipe has a schedule but no
-            pipeline.
+        RecipeError: no sizes of the free axes multiply to `devices`, or the recipe has a schedule without a pipeline.
         NotAvailableError: the recipe has no program on any mesh.
     """
     _refuse_without_program(recipe)
@@ -73,7 +72,7 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
 
 
 def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], contexts: Sequence[int]) -> list[Mesh]:
-    """The meshes of a recipe with tensor and context ranks of some sizes."""
+    """Return the meshes of a recipe with the given sizes of tensor and context axes."""
     found = []
     for tensor, context in product(tensors, contexts):
         data, rest = divmod(devices, (recipe.pipeline or 1) * tensor * context)
@@ -83,7 +82,7 @@ def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], conte
 
 
 def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """The mesh of axes of some sizes, without those of one rank."""
+    """Return the mesh of the given sizes, without axes of one rank."""
     group = data if recipe.zero_group is None else recipe.zero_group
     if data % group:
         raise RecipeError(f"zero_group={group} must divide data={data}.")
@@ -100,7 +99,7 @@ def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
 
 
 def _refuse_without_program(recipe: Recipe) -> None:
-    """Refuse a recipe that restricts specs on no mesh."""
+    """Refuse a recipe that restricts no specs on any mesh."""
     if said := recipe.without_program:
         raise NotAvailableError(
             f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
@@ -109,7 +108,7 @@ def _refuse_without_program(recipe: Recipe) -> None:
 
 
 def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
-    """Refuse a recipe whose fields about stages do not suit a pipeline of `ranks` ranks."""
+    """Refuse a recipe whose fields for stages do not fit a pipeline of `ranks` ranks."""
     try:
         replace(recipe, pipeline=ranks)
     except RecipeError as error:
@@ -117,10 +116,10 @@ def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
-    """Refuse a recipe that cannot restrict specs on a mesh. Axes of other names are free.
+    """Refuse a recipe that does not fit a mesh. Axes with other names are free.
 
     Raises:
-        RecipeError: the mesh has other sizes, or the recipe leaves no ranks for an axis of another name.
+        RecipeError: the mesh has other sizes, or the recipe leaves no use for an axis of another name.
         NotAvailableError: the recipe has no program on any mesh.
     """
     _refuse_without_program(recipe)

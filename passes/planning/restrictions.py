@@ -1,6 +1,6 @@
-"""Recipes as restrictions of the search: each axis of the mesh has a role, which restricts the options of values.
+"""Recipes as restrictions of the search: each mesh axis has a role, and a role allows some options of values.
 
-| role | parameters at rest | matrices in use | gradients | optimizer state | inputs | results |
+| role | parameters at rest | in use | gradients | optimizer state | inputs | results of inputs |
 |---|---|---|---|---|---|---|
 | data | whole | whole | | whole | split | split |
 | zero-1 | whole | whole | | split | split | split |
@@ -8,16 +8,16 @@
 | fsdp | split | whole: they are gathered | | split | split | split |
 | tensor | | split | | | | |
 
-Each cell is about the role's axis; an empty cell leaves the choice to the search, and other axes are free. A matrix is
-in use in calls of the forward that read it, perhaps through views and fan-outs. Results are values that the forward
-computes from inputs. Inputs are split along the batch; over "context", along the sequence. A restriction skips a value
-if none of its options meets the restriction, as for a dim that does not divide.
+The table is about one axis; other axes are free, and the search decides empty cells. A value is *used* by the calls of
+the forward that read it, or that read a view or fan-out of it. Inputs are split along the batch; over "context", along
+the sequence. A restriction skips a value that no option can split, for example because the dim does not divide.
 
-The axes of a recipe are, the outermost first, "pipeline", "replica" (copies of ZeRO groups), "data", "expert",
-"context" and "model". Each stage of a pipeline has its own program. "expert" splits experts over ranks of data
-parallelism; for all other values it is a data axis. "model" is Megatron-LM's tensor parallelism: it splits matrices in
-use, and inputs are whole over it. Sequence parallelism decides whether it splits results of normalisations along the
-sequence (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022).
+From the outermost, the axes of a recipe are "pipeline", "replica" (copies of ZeRO groups), "data", "expert", "context"
+and "model". Each stage of the pipeline has a program of its own. "expert" divides the experts among ranks of data
+parallelism; for other values it is one more axis of data parallelism. "model" is Megatron-LM's tensor parallelism. It
+splits matrices where they are used, and inputs are whole over it. With sequence parallelism, it splits results of
+normalisations along the sequence (Korthikanti et al., "Reducing activation recomputation in large transformer models",
+2022).
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Use of a mesh axis: whether each kind of value is split over it; None leaves the choice to the search.
+    """Use of a mesh axis: whether each kind of value is split over it. None lets the search decide.
 
     Args:
         parameters: parameters at rest.
-        matrices: parameters at rest with two dims or more.
-        uses: matrices in the forward.
+        matrices: parameters at rest of two dims or more.
+        uses: matrices where the forward uses them.
         state: the optimizer's state.
-        gradients: gradients when they are made.
-        inputs: inputs, along `dim`; unsplit inputs are not split along another dim either.
+        gradients: gradients as soon as they are made.
+        inputs: inputs, along `dim`. Unsplit inputs are not split along another dim either.
         results: values that the forward computes from inputs.
-        between: results of forward calls on vectors alone (norms), along the sequence, their last dim but one.
+        between: results of forward calls that read vectors and no matrix (norms), along the sequence, their last dim
+            but one.
         dim: the dim of inputs: 0, the batch, or 1, the sequence.
-        experts: split of expert matrices, which the fields above then exclude; None to include them above.
+        experts: the use for matrices of experts, to which the fields above then do not apply; None: they apply.
     """
 
     parameters: bool | None = None
@@ -84,7 +85,7 @@ class Experts(StrEnum):
 
     @property
     def is_split(self) -> bool | None:
-        """Whether a rank has a part of them; None leaves the choice to the search."""
+        """Whether a rank has a part of them; None: the search decides."""
         return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
@@ -99,17 +100,18 @@ _OF_ZERO: Mapping[int | None, Role] = {
     None: Role(uses=False),
     **dict(enumerate(ROLES[name] for name in ("data", "zero-1", "zero-2", "fsdp"))),
 }
-"""Role of an axis of replicas, by `Recipe.zero`."""
+"""Role of an axis of data-parallel ranks, by `Recipe.zero`."""
 
 MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Role of each axis of a mesh that a recipe restricts. An axis without given fields is free.
+    """Return the role of each mesh axis that a recipe restricts. An axis is free if the recipe gives none of its
+    fields.
 
     Raises:
-        RecipeError: the recipe is for another mesh.
-        NotAvailableError: no restriction of specs executes the recipe.
+        RecipeError: the mesh does not fit the recipe.
+        NotAvailableError: the recipe is not a restriction of specs.
     """
     check_mesh(recipe, mesh)
     within = {None: Experts.FREE, 1: Experts.WHOLE}.get(recipe.expert_tensor, Experts.SPLIT)
@@ -126,11 +128,11 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
-    """The options that a recipe allows. A pipeline stage may lack values that an axis splits.
+    """Return the options that a recipe allows. A pipeline stage may lack the values that an axis splits.
 
     Raises:
-        RecipeError, NotAvailableError: see `roles_of`; or the program has no value that an axis could split as
-            required.
+        RecipeError: see `roles_of`; also if no value of the program can be split as the recipe requires.
+        NotAvailableError: see `roles_of`.
     """
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
@@ -143,21 +145,21 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
         if found is None:
             raise RecipeError(
                 f"{recipe.words}: nothing in the model can be split over axis {axis!r} of {planning.space.mesh} as "
-                "that asks. Leave the field free (None), or take a size that divides the model's dims."
+                "the recipe says. Leave the field free (None), or take a size that divides the model's dims."
             )
         masks = found
     return masks
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is a stage of a pipeline."""
+    """Whether a program is that of a pipeline stage."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
 def restrict_all(
     planning: PlanningProblem, roles: Roles, within: Masks | None = None, *, of_stage: bool = False
 ) -> Masks | None:
-    """The options under which each axis has its role (`restrict`); None if there are none."""
+    """Return the options under which each axis has its role, or None if no options are left (`restrict`)."""
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
         masks = None if masks is None else restrict(planning, role, axis, masks, of_stage=of_stage)
@@ -172,14 +174,11 @@ def restrict(
     *,
     of_stage: bool = False,
 ) -> Masks | None:
-    """The options under which an axis has a role; None if the program has no value for the role.
+    """Return the options under which an axis has a role, or None if no value of the program can be split so.
 
     Args:
-        planning: the problem.
-        role: the axis's role.
-        axis: the axis.
         within: the options that other axes allow.
-        of_stage: whether the program may lack values for the role.
+        of_stage: allow programs without any of the values to split.
     """
     masks: Masks = dict(within or {})
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
@@ -205,7 +204,7 @@ def restrict(
 
 
 _Splits = Iterator[tuple[str, list[bool]]]
-"""Sites, each with whether an axis splits a value there, for each of its strategies."""
+"""Pairs of a site and, for each of its strategies, whether an axis splits the value."""
 
 
 def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str, without: Collection[str]) -> _Splits:
@@ -238,7 +237,7 @@ def _gradients(planning: PlanningProblem, axis: str, without: Collection[str]) -
 
 
 def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
-    """Inputs, split along a dim; None: along any."""
+    """Inputs, split along `dim`; None: along any dim."""
     for slot in _batch_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[slot.node].strategies]
         if dim is None:
@@ -248,7 +247,9 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Expert matrices in use, split along experts or not. Split over expert ranks, they are split at rest too."""
+    """Matrices of experts where they are used, split along experts or not. Experts that are divided are so at rest
+    too.
+    """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
             continue
@@ -264,7 +265,7 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
 
 
 def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
-    """The names of the parameters that are matrices of experts."""
+    """Return the names of the parameters that are matrices of experts."""
     return frozenset(
         slot.name
         for slot in planning.space.program.inputs_of(InputKind.PARAMETER)
@@ -279,18 +280,18 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 _FIRST_MATRIX = 3
-"""Index of the first matrix among the operands of a layer of experts; tokens, experts and router weights come first."""
+"""Index of the first matrix among the operands of a layer of experts, after tokens, experts and router weights."""
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Inputs, and activations from earlier stages."""
+    """Return the inputs, including values that earlier stages compute from inputs."""
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
     """Results of the forward that depend on inputs, split or partial.
 
-    Over a sequence axis they are not split along the batch.
+    Over an axis that splits sequences, these results are not split along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -299,7 +300,7 @@ def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
 
 
 def _from_inputs(planning: PlanningProblem) -> list[str]:
-    """The calls of the forward whose results depend on inputs."""
+    """Return the calls of the forward whose results depend on inputs."""
     space = planning.space
     found = {slot.node for slot in _batch_inputs(planning)}
     operands: dict[str, list[str]] = defaultdict(list)
@@ -312,7 +313,7 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """The results of calls of the forward that read vectors and no matrix, along the sequence."""
+    """Results of forward calls that read vectors and no matrix, split along the sequence."""
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):
@@ -323,14 +324,14 @@ def _between(planning: PlanningProblem, axis: str) -> _Splits:
 
 
 def users(planning: PlanningProblem) -> list[str]:
-    """The calls of the forward that read matrices."""
+    """Return the calls of the forward that read matrices."""
     links = (link for slot in matrices(planning) for link in uses_of(planning, slot.node))
     heads = dict.fromkeys(link.head for link in links)
     return [head for head in heads if planning.space.sites[head].results]
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Keep the options of a site that split, or the others, if there are any; returns whether there are."""
+    """Keep the options of a site that split, or those that do not split; return False if there are none."""
     mask = np.array(options) == split
     variable = planning.classes[site]
     both = mask & masks.get(variable, mask)
@@ -341,7 +342,7 @@ def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[
 
 
 def matrices(planning: PlanningProblem) -> list[InputSlot]:
-    """The parameters of two dims or more, or all parameters if there are none."""
+    """Return the parameters of two dims or more, or all parameters if there are none."""
     slots = planning.space.program.inputs_of(InputKind.PARAMETER)
     return [slot for slot in slots if _ndim(planning, slot) > 1] or list(slots)
 

@@ -1,7 +1,8 @@
-"""The number of runs of calls and reshards in a step: once for each left-out block, and once for each micro-batch.
+"""Number of runs of calls and reshards in a step of the whole program, counting left-out blocks and micro-batches.
 
-The update and its reshards run once. All other calls run in each micro-batch, even calls on parameters alone. Such
-calls may be hoisted if memory allows (`passes.lowering.hoist`), but their price does not assume that.
+The update runs once, with the reshards of its operands and results. Everything else runs in each micro-batch. This
+includes calls that depend on parameters alone: the price ignores that lowering may hoist them
+(`passes.lowering.hoist`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ def site_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -
 
 
 def link_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -> list[int]:
-    """How often the reshard on each link runs, in the order of links."""
+    """Number of runs of the reshard on each link, in the order of links."""
     counts = repeated.link_counts()
     phases = (_phase_of(space, link) for link in space.links)
     return [counts.get(index, 1) * _runs(phase, micro_batches) for index, phase in enumerate(phases)]
 
 
 def _phase_of(space: SearchSpace, link: Link) -> str:
-    """The phase of a link's reshard: the phase of its reader or, for a result of the program, of its maker."""
+    """Return the phase of a link's reshard: the phase of its reader, or of its maker if the value leaves the
+    program.
+    """
     head = space.sites[link.head]
     return space.sites[link.tail].phase if leaves_program(head, link) else head.phase
 

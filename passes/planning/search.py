@@ -1,10 +1,10 @@
-"""The search for the cheapest choice of strategies that fits in memory.
+"""Search the cheapest choice of strategies that fits in memory.
 
-Small problems are solved exactly, without the memory limit. If that solution does not fit, and for large problems, a
-dual search runs (`dual_search`), which proves a bound.
+A small problem is first solved exactly without its memory limit. If that choice does not fit, or the problem is large,
+a search by duality follows (`dual_search`), which proves a bound of the gap.
 
-A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound proven until then. If no choice
-fits yet, it returns the choice with the smallest peak.
+A stopped search (`SearchControl`) returns the cheapest choice so far with the bound proven by then. If no choice fits
+yet, it returns one of small memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from passes.solver.solve_milp import Effort, solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace
 
 EXACT_PAIRS = 20_000
-"""The most pairs of options, over all edges, of a small problem."""
+"""Pairs of options over all edges up to which a problem is small."""
 
 _EXACTLY = Effort(1e-9, 1e6)
-"""The limit of exact search before the dual search takes over: 50 nodes of the largest small problem."""
+"""Effort of exact search before duality takes over: 50 nodes of the largest small problem."""
 
 
 class Searchable(Protocol):
-    """A problem for the search: a `PlanningProblem`, or a `RecomputeProblem`."""
+    """A problem to search: a `PlanningProblem` or a `RecomputeProblem`."""
 
     @property
     def space(self) -> SearchSpace:
@@ -68,12 +68,12 @@ class Search:
     """The search under a memory limit.
 
     Args:
-        memory_limit_bytes: per rank, or None for no limit.
-        tolerance, max_rounds: settings for large problems, see `DualSearch`.
-        is_thorough: whether the search of large problems goes on after a choice fits, see `DualSearch`.
-        fineness: share of the tolerance within which the best choice seen so far is taken if memory binds.
-        says_smallest: whether the error names a sufficient limit, even if no choice fits the given one.
-        control: receives progress, and may stop the search.
+        memory_limit_bytes: per rank; None: no limit.
+        tolerance, max_rounds: see `DualSearch`.
+        is_thorough: continue the search of a large problem after a choice fits, see `DualSearch`.
+        fineness: fraction of the tolerance above which the choices seen are combined if memory binds.
+        says_smallest: name a sufficient limit in the error, even if it is proven that no choice fits.
+        control: is told the progress, and may stop the search.
     """
 
     memory_limit_bytes: float | None = None
@@ -90,15 +90,15 @@ class Search:
         allowed: Mapping[int, np.ndarray] | None = None,
         start: Sequence[Solution] = (),
     ) -> Solution:
-        """A cheapest choice that fits.
+        """Return a cheapest choice that fits.
 
         Args:
             planning: the problem.
             allowed: variable to a mask of its options; absent variables are free.
-            start: solutions that fit and are allowed; the result is at least as cheap.
+            start: solutions that fit and are allowed; the result is no worse.
 
         Raises:
-            DoesNotFitError: the search found no choice that fits; names a sufficient limit, if one is known.
+            DoesNotFitError: no choice that fits was found. The message names a sufficient limit if one is known.
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
@@ -108,11 +108,11 @@ class Search:
         return self._at_once(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Large problems: near-optimal, with a proven bound."""
+        """Search a large problem: near-optimal, with a proven bound."""
 
         @cache
         def frugal() -> Sequence[int]:
-            # # a few rounds, even of a stopped search, which must return a choice that fits
+            # A few rounds, even if the search is stopped, because the search has to return a choice.
             hopeless = np.inf if self.says_smallest else problem.limit
             return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
 
@@ -126,25 +126,25 @@ class Search:
         return solution
 
     def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """The optimum without the memory limit, if it fits and is found quickly; else the result of the dual search."""
+        """Return the optimum without the memory limit if it fits and is soon found; else search by duality."""
         with suppress(TimeoutError):
             solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
             if solution is None:
-                raise self.does_not_fit(planning)  # # no choice is allowed, whatever its memory
+                raise self.does_not_fit(planning)  # no option is allowed at any memory
             if planning.usage(solution.choice).max() <= problem.limit:
                 return solution
         return self._by_duals(planning, problem, start)
 
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
-        """The error of a search that found no choice within its limit.
+        """Return the error of a search that found no choice within its limit.
 
         Args:
             planning: the problem.
-            least: a sufficient number of bytes; None if unknown.
+            least: sufficient bytes; None if unknown.
         """
         limit = self.memory_limit_bytes or 0
         if least is None:
-            would_do = "No sufficient limit is known."
+            would_do = "A sufficient budget is not known."
         else:
             would_do = f"{least:.0f} bytes ({format_bytes(least)}) would do; whether fewer would is not known."
         return DoesNotFitError(
@@ -156,11 +156,11 @@ class Search:
 
 
 _PASSES = 16
-"""Message passes to the first bound."""
+"""Number of message passes to the first bound."""
 
 
 def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
-    """Seconds that every choice costs at least, whatever its memory: proven by message passes."""
+    """A lower bound of the cost of every choice at any memory, seconds, proven by message passes."""
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
 
@@ -169,7 +169,7 @@ def _pairs(problem: Assignment) -> int:
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
-    """The problem with only the options that masks allow; absent variables are free."""
+    """Return the problem with only the options that masks allow; absent variables are free."""
     costs = list(problem.costs)
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)

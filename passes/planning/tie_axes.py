@@ -1,12 +1,12 @@
-"""Ties axes of a mesh, so that they choose alike, if the search over each single axis would take too long.
+"""Tie mesh axes that choose alike, if a search over single axes would take too long.
 
-The number of a call's strategies is the choices of one axis, to the power of the number of axes. Pairs on a link grow
-as its square. On 2x2x2x2 a transformer of two layers has 202,000 strategies. So on a mesh of at least three axes the
-outermost ones are tied, as few as the time allows. Axes of a group split the same dim, or none, in the order of the
-mesh. Two groups stay, and one of them is the innermost axis, which known recipes treat differently. Plans of a tied
-problem are plans of the mesh, at the same prices.
+A call has as many strategies as one axis has choices, to the power of the number of axes. A link has the square of this
+number of pairs: on 2x2x2x2 a transformer of two layers has 202,000 strategies. So on a mesh of three axes and more, the
+outermost axes are tied, as few as the time allows. The axes of a group split the same factor, or none, in the order of
+the mesh. Two groups always stay, and the inner axis is one of them, because known recipes use it differently. Plans of
+the tied problem are plans of the mesh at the same prices.
 
-Axes that constraints, the earlier plan, or a recipe treat differently are not tied.
+Axes are not tied if constraints, the plan before, or a recipe use them differently.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSp
 _LOGGER = logging.getLogger(__name__)
 
 _STRATEGY_S, _PAIR_S = 2.5e-4, 1e-6
-"""Seconds of building and searching for each strategy of each site, and for each pair on each link.
-
-They are twice the time of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2 and
-over 150 s on 2x2x2x2.
+"""Seconds of building and searching for each strategy of each site, and for each pair of strategies of each link.
+Both are twice the figures of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2,
+and over 150 s on 2x2x2x2.
 """
 
 _GROUPS = 2
-"""The least number of groups."""
+"""Number of groups that always stay."""
 
 Group = tuple[str, ...]
 Groups = tuple[Group, ...]
@@ -41,12 +40,12 @@ Groups = tuple[Group, ...]
 def space_in_time(
     enumerate_strategies: EnumerateStrategies, program: Program, levels: Sequence[Groups], time_budget_s: float
 ) -> SearchSpace:
-    """The search space of a program whose axes are tied as little as the time allows.
+    """Return the search space of a program with as few tied axes as the time allows.
 
     Args:
-        enumerate_strategies: the pass for untied axes.
-        program: with fan-outs.
-        levels: the groups that may be, see `tied_levels`.
+        enumerate_strategies: the enumeration of single axes.
+        program: the prepared program.
+        levels: the possible groups, see `tied_levels`.
         time_budget_s: for all of planning.
     """
     mesh = enumerate_strategies.mesh
@@ -74,11 +73,11 @@ def _warn(mesh: Mesh, groups: Groups, seconds: float, time_budget_s: float) -> N
 def tied_levels(
     mesh: Mesh, constraints: Iterable[PartitionSpec] = (), before: Plan | None = None, recipe: Recipe | None = None
 ) -> list[Groups]:
-    """The groups of axes, from single axes to the fewest groups; the outermost axes are tied first.
+    """Return the possible groups of axes, from single axes to the fewest groups; the outermost axes are tied first.
 
     Args:
         mesh: the mesh; two axes are not tied.
-        constraints, before, recipe: may treat axes differently.
+        constraints, before, recipe: may use axes differently.
     """
     groups: Groups = tuple((axis,) for axis in mesh.axis_names)
     levels: list[Groups] = [groups]
@@ -93,7 +92,7 @@ def tied_levels(
 
 
 def estimated_s(space: SearchSpace, power: float) -> float:
-    """Seconds of planning with `power` times the groups of a space."""
+    """Seconds of planning if a space had `power` times as many groups of axes."""
     counts = {name: len(site.strategies) ** power for name, site in space.sites.items()}
     pairs = sum(counts[link.tail] * counts[link.head] for link in space.links)
     return _STRATEGY_S * sum(counts.values()) + _PAIR_S * pairs

@@ -1,12 +1,13 @@
 """Counts of a recipe's price under another runtime, as expressions in sizes.
 
-1. The model is folded at a few lengths of its inputs. Its layer classes are priced there with the recipe's micro-batch
-   and with twice as many sequences. Axes have the recipe's sizes and size one. The FLOPs and bytes of each are then
-   fitted: polynomials in sizes of inputs (`fit_sizes`), linear in the micro-batch and in one over each axis.
-2. The quantities of a rank are sums over its layer classes, as in `price_recipe`. They count collectives (twice if
-   blocks are recomputed), ZeRO's gathers and reduce-scatters, and sends between stages.
+1. Fold the model at a few lengths of its inputs, and price its layer classes there. Prices are taken for the recipe's
+   micro-batch and for twice as many sequences, on the recipe's axes and on axes of one rank. Fit the FLOPs and bytes of
+   each layer class as polynomials in sizes of inputs (`fit_sizes`). They are linear in the micro-batch and in one over
+   each axis.
+2. The quantities of a rank are arithmetic on its layer classes, as in `price_recipe`. They count each collective (twice
+   for recomputed blocks), ZeRO's gathers and reductions, and the transfers between stages.
 
-If the stages of a pipeline differ, a rank's share is their mean. Splits count as even.
+If the stages of a pipeline differ, a rank's share is the mean over them. Splits count as even.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Tally = Mapping[str, Any]
 
 @dataclass
 class CountsOfPrice:
-    """Counts of a plan that `autoshard.price` gives; see `formulas.Counts`.
+    """Counts of a plan of `autoshard.price`, see `formulas.Counts`.
 
     Args:
         fold: example inputs (arguments by position, and by name) to the folded model.
@@ -105,7 +106,9 @@ class CountsOfPrice:
             yield None, _over(name, counts.handed_on([tallies[layer] for layer in dict.fromkeys(blocks)]))
 
     def _tallies(self, sizes: tuple[InputSize, ...]) -> Mapping[str, Tally]:
-        """Tallies of the layer classes in sizes of inputs, the micro-batch and axes; under "", tokens of a sequence."""
+        """Return the tallies of layer classes in sizes of inputs, the micro-batch and axes; under "", tokens of a
+        sequence.
+        """
         if sizes not in self._fitted:
             keys: list[tuple[str, str]] = []
 
@@ -136,12 +139,12 @@ class CountsOfPrice:
         return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Sizes to price at: of the micro-batch, and of each axis that splits layer classes."""
+        """Return the sizes to price at: two micro-batches, and two sizes of each axis that splits layer classes."""
         own = self.recipe.micro_batch
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """LayerClass and name to the numbers at each point of the trials."""
+        """Map layer class and name to the numbers at each point of the trials."""
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
@@ -153,7 +156,7 @@ class CountsOfPrice:
 
 
 def _numbers_of(price: LayerPrice) -> dict[str, float]:
-    """FLOPs and bytes of a layer class; of the collectives over an axis, bytes with one end ("forward tensor")."""
+    """Return the FLOPs and bytes of a layer class. Collectives over an axis count bytes ("forward tensor")."""
     found = {name: getattr(price, name) for name in _HELD}
     found["flops"] = price.forward.busy.flops + price.backward.busy.flops
     for phase, name in ((price.forward, "forward"), (price.backward, "backward")):
@@ -164,16 +167,16 @@ def _numbers_of(price: LayerPrice) -> dict[str, float]:
 
 
 def _no_phase(name: str) -> PhasePrice:
-    raise AssertionError("memory alone is asked for")
+    raise AssertionError("only memory is counted")
 
 
 def _inverse(axis: str) -> sympy.Symbol:
-    """One over the size of an axis."""
+    """Return the symbol of one over the size of an axis."""
     return size_symbol(f"1/{axis}")
 
 
 def _over(name: str, sent: Mapping[str, Any]) -> Any:
-    """The bytes of a quantity, from the sent bytes by axis."""
+    """Return the bytes of a quantity, from the bytes sent by axis."""
     return sum(size for axis, size in sent.items() if name in (COMMUNICATION, f"{COMMUNICATION}_{axis}"))
 
 
@@ -182,9 +185,8 @@ class _RecipeCounts:
     """Arithmetic of a recipe on the tallies of its layer classes.
 
     Args:
-        recipe: gives flags, dtypes and the schedule.
-        batch: sequences of a step.
-        micro_batch: sequences of one forward of a replica.
+        recipe: gives flags, dtypes and schedule.
+        batch: sequences of a step; `micro_batch`: of one forward of a replica.
         axes: sizes of "data", "context", "tensor", "expert", "pipeline".
     """
 
@@ -194,7 +196,7 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """A layer class's part of a quantity; of a rank, the mean over pipeline ranks."""
+        """Return a layer class's part of a quantity; for quantities of a rank, the mean over pipeline ranks."""
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
         if name.startswith(COMMUNICATION):
@@ -214,7 +216,7 @@ class _RecipeCounts:
         return whole["parameters"] + whole["expert_parameters"]
 
     def handed_on(self, blocks: Sequence[Tally]) -> dict[str, Any]:
-        """Bytes between stages, forward and backward, and of gathering over the tensor axis pieces of sequences."""
+        """Bytes sent between stages, forward and backward, and bytes of gathering their values over the tensor axis."""
         recipe, pipeline, tensor = self.recipe, self.axes["pipeline"], self.axes["tensor"]
         entering = list(dict.fromkeys(self._at(block, self.axes)["entering_bytes"] for block in blocks))
         whole: Any = entering[0] if len(entering) == 1 else sympy.Max(*entering)
@@ -224,7 +226,7 @@ class _RecipeCounts:
         return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
 
     def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
-        """A tally for this micro-batch on axes of these sizes."""
+        """Return a tally for this micro-batch on axes of these sizes."""
         at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
         return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
 
@@ -233,11 +235,11 @@ class _RecipeCounts:
         return self.batch / (self.micro_batch * self.axes["data"])
 
     def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
-        """Bytes that each rank sends, by axis; "data" if several axes share a group."""
+        """Bytes that each rank sends, by axis; groups of several axes count as "data"."""
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
-                "The bytes of a merged dispatch depend on the ranks of each token's experts, so no formula gives them. "
-                "Set merged_dispatch=False for the bytes of the experts' all-to-alls."
+                "The bytes of a merged dispatch depend on the ranks of a token's experts, so they have no formula. For "
+                "the bytes of the experts' all-to-alls set merged_dispatch=False."
             )
         forwards = 2 if self.recipe.recompute == "full" and layer not in _ENDS else 1
         sent = {"data": self._exchanged(tally["parameters"], tally["expert_parameters"])}
@@ -247,7 +249,9 @@ class _RecipeCounts:
         return sent
 
     def _exchanged(self, dense: Any, expert: Any) -> Any:
-        """Gradients reduced, parameters gathered: see `price_ends.exchange_times` and `price_recipe.sharded_time`."""
+        """Bytes of reduced gradients and gathered parameters, see `price_ends.exchange_times` and
+        `price_recipe.sharded_time`.
+        """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
         replicas, shards, owners = self._replicas, self._shards, self._expert_replicas

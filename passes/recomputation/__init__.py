@@ -1,1 +1,1 @@
-"""Recomputation and offload of values of the forward."""
+"""Restore values of the forward in the backward, by recomputation or from the host, instead of keeping them."""

@@ -1,8 +1,8 @@
-"""Searches until the lowered program of a choice fits.
+"""Repeat a search until its choice fits by the count of the lowered program.
 
-A search counts memory by tables, approximately. If the tables count too little, the search is repeated with a lower
-limit. If they count too much, the search may find nothing. Then the choice with the smallest peak by the tables is
-tried, since the lowered program may still fit.
+A search counts memory by approximate tables. If the tables count too little, the search is repeated with a limit
+smaller by the excess. If they count too much, the search may find no choice. Then the choice that is smallest by the
+tables may still fit.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
 PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
-"""The most bytes in use on each rank under a choice of a problem: of its lowered program."""
+"""The most bytes in use on each rank under a choice of a problem, counted on its lowered program."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies with its recomputed and offloaded values, which are in its cost.
+    """A choice of strategies together with the values that it restores; its cost includes their recomputation and
+    copies.
 
     Args:
-        planning: the problem of the program with recomputation and offload; variables are those of the original
-            problem.
+        planning: the problem of the program that restores values; its variables are those of the program that keeps
+            all.
         solution: one option per variable.
-        restored: the recomputed and offloaded values.
-        recomputable, offloadable: the count of nodes with that option.
-        host_bytes: host memory in use for each rank.
-        counted_bytes: each rank's peak by the search's tables; infinite if there is no limit.
+        restored: the recomputed and offloaded nodes.
+        recomputable, offloadable: number of nodes that might have been recomputed or offloaded.
+        host_bytes: bytes that the host holds for each rank.
+        counted_bytes: the most bytes in use on each rank by the search's tables; infinite if not needed.
     """
 
     planning: PlanningProblem
@@ -56,15 +57,16 @@ def fitting(
     control: SearchControl,
     peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """A choice that a search finds and that fits; else None, and bytes that would suffice (None if unknown).
+    """Return a choice that fits; else None and a sufficient limit in bytes, or None if no such limit is known.
 
-    A search within these bytes finds a choice that fits, at least a frugal one.
+    A search within a sufficient limit finds a choice that fits, at least a frugal one.
 
     Args:
-        attempt: the cheapest choice within a number of bytes by the tables; raises `DoesNotFitError` if there is none.
-        frugal: choices with a small peak, the same at every call.
+        attempt: returns the cheapest choice within a limit by the search's tables; raises `DoesNotFitError` without
+            one.
+        frugal: returns choices of small memory, the same at each call.
         limit: bytes on each rank.
-        control: after its end only the first attempt runs.
+        control: once it is over, only the first attempt is made.
         peak_of: counts lowered programs.
     """
     asked, bound = limit, None
@@ -88,10 +90,10 @@ def fitting(
 
 
 _ATTEMPTS = 6
-"""The number of searches until one fits."""
+"""Number of searches at most."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """The same solution with another bound."""
+    """Return a solution with another bound."""
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

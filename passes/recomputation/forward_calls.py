@@ -1,4 +1,4 @@
-"""Calls of a program's forward: their later readers, and the policies that their values may have until then."""
+"""Calls of a program's forward: the later readers of their values, and the values that may be restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass
 class ForwardCalls:
-    """The calls of the forward of a search space, with all links by name of their sites."""
+    """The calls of the forward of a search space, and all links by the names of their sites."""
 
     space: SearchSpace
     readers: dict[str, list[Link]] = field(init=False, default_factory=lambda: defaultdict(list))
@@ -43,15 +43,15 @@ class ForwardCalls:
         return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
     def is_late(self, link: Link) -> bool:
-        """Whether a value is read behind the forward."""
+        """Whether a link's value is read after the forward."""
         return not self.is_forward(link.head) and not leaves_program(self.space.sites[link.head], link)
 
     def may_be_remade(self, name: str) -> bool:
-        """Whether a value may be recomputed: its call is pure, and every reader can read a recomputed value."""
+        """Whether a value may be recomputed: its call is pure, and every reader may read a clone."""
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
-        """Whether a value may come back from the host for its later readers. It must own its memory."""
+        """Whether a value owns its memory, and all later readers may read a copy from the host."""
         site = self.space.sites[name]
         assert site.node is not None, "calls have nodes"
         is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
@@ -59,13 +59,13 @@ class ForwardCalls:
         return not is_alias and all(map(self._leaves_open, self.readers[name]))
 
     def _leaves_open(self, link: Link) -> bool:
-        """Whether a reader can read a recomputed or fetched value."""
+        """Whether a reader may read a restored value."""
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
 
 
 def _is_pure(site: Site) -> bool:
-    """Whether a second call gives the same value and has no other effect."""
+    """Whether a second run of a call gives the same value, and does nothing else."""
     assert site.node is not None, "calls have nodes"
     target = site.node.target
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

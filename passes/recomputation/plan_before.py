@@ -19,9 +19,9 @@ from passes.solver.assignment import Solution
 
 
 def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, np.ndarray]) -> JointSolution | None:
-    """A plan as a solution of this problem, whose times and limits may differ; the bound is zero.
+    """Return a plan as a solution of this problem, whose times and limits may differ; its bound is zero.
 
-    None for another mesh, for another program, or if the plan has options that are not `allowed`.
+    None if the plan is for another mesh or program, or uses options that are not `allowed`.
     """
     if before.mesh != planning.space.mesh or not _is_of(before, planning):
         return None

@@ -1,16 +1,19 @@
-"""Recomputes values of the forward in the backward, or fetches them from the host, so that memory is free in between.
+"""Recompute values of the forward in the backward, or fetch them from the host, instead of keeping them.
 
-Before → after: for each recomputed node `y = f(x)`, `y_again = f(x)` is inserted in the backward, before the node that
-the plan names. All readers of `y` outside the forward then read `y_again`. Operands of a clone are clones if they
-are recomputed too, else saved values. The forward no longer saves `y`, since phases save the values that later phases
-read. Clones have phase "recompute", which runs within the backward.
+Before → after: for each node `y = f(x)` to recompute, `y_again = f(x)` is inserted in the backward, just before the
+node
+that the plan names. All readers of `y` outside the forward read `y_again`. If an operand of the clone is recomputed
+too, the clone reads the operand's clone; else it reads the value that the forward keeps. The forward then keeps `y` no
+longer, because phases are cut by the readers of values. Clones have the phase "recompute", which runs within the
+backward.
 
-For each offloaded node `y`, `y_host = to_host(y)` is inserted after it in the forward. `y_back = from_host(y_host)` is
-inserted just before the node that the plan names. All readers of `y` outside the forward, including clones, then read
-`y_back`. The forward saves `y_host`, which takes no device memory.
+For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward, and `y_back =
+from_host(y_host)`
+just before the node that the plan names. All readers of `y` outside the forward, clones among them, read `y_back`. The
+forward then keeps `y_host`, which takes no memory of the device.
 
-A clone equals its original because nodes are pure and random operators are indexed by a counter. A fetched value equals
-its original too. The verifier (`verify_preparation`) gives both one number, or refuses.
+A clone equals its original, because nodes are pure and random operators are indexed by a counter. A copy from the host
+equals its original, too. The verifier (`verify_preparation`) gives both one number, or refuses the program.
 """
 
 from __future__ import annotations
@@ -36,32 +39,32 @@ _MOVED = "moves"
 
 
 def original_of(node: fx.Node) -> str | None:
-    """The name of the node that a clone recomputes; None for other nodes."""
+    """Return the name of the node that a clone recomputes; None if the node is no clone."""
     return node.meta.get(_ORIGINAL)
 
 
 def moved_by(node: fx.Node) -> str | None:
-    """The name of the node whose value is copied to or from the host; None for other nodes."""
+    """Return the name of the node whose value a copy to or from the host moves; None if the node is no such copy."""
     return node.meta.get(_MOVED)
 
 
 @dataclass(frozen=True, slots=True)
 class InsertRecompute:
-    """Inserts clones and copies; see the module's docstring.
+    """The pass of the module's docstring.
 
     Args:
-        nodes: the nodes to recompute, with their anchors.
-        offloaded: the nodes to offload, with the anchors of their fetches.
+        nodes: the nodes to recompute, and where.
+        offloaded: the nodes to offload, and where they come back.
     """
 
     nodes: tuple[RecomputedNode, ...]
     offloaded: tuple[OffloadedNode, ...] = ()
 
     def __call__(self, program: Program) -> Program:
-        """The program with clones and copies, over a graph of its own.
+        """Return the program with clones and copies, over a graph of its own.
 
         Raises:
-            PlanMismatchError: the program lacks such nodes, or a reader of a value runs before its clone or fetch.
+            PlanMismatchError: the program lacks such a node, or reads a value before it is restored.
         """
         if not self.nodes and not self.offloaded:
             return program
@@ -78,24 +81,16 @@ class InsertRecompute:
 def _find(named: Mapping[str, fx.Node], name: str) -> fx.Node:
     if name not in named or named[name].op != "call_function":
         raise PlanMismatchError(
-            f"the plan's recomputation names node {name!r}, which this program does not compute: "
-            "the plan is for another model or other inputs. Plan again, or load this model's plan."
+            f"the plan recomputes or offloads, or does so before, a node {name!r} that this program does not compute. "
+            "It is for another model or other inputs. Plan again, or load this model's plan."
         )
     return named[name]
 
 
 @dataclass(slots=True)
 class _RecomputeInsertion:
-    """An insertion in progress.
-
-    Args:
-        graph: the joint graph, which is changed.
-        by_anchor: nodes to recompute or fetch, by the node that they precede.
-        offloaded: the nodes to fetch.
-        order: the place of each node.
-        waiting: values whose clone or fetch is not yet inserted.
-        restored: values to their inserted clone or fetch.
-        copies: copies on the host.
+    """The insertion. `waiting` has values yet to restore, `restored` clones and fetched copies, `copies` the copies
+    on the host.
     """
 
     graph: fx.Graph
@@ -137,7 +132,7 @@ class _RecomputeInsertion:
         self._is_there(original, clone)
 
     def _fetch(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Copy a value to the host where it is made, and back before `anchor`; several results are each a value."""
+        """Copy a value to the host where it is made, and back before `anchor`. Each of several results is a value."""
         if not isinstance(original.meta.get("val"), torch.Tensor):
             self.waiting.remove(original)
             return
@@ -155,7 +150,7 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Let all readers of a value outside the forward read its clone or fetch."""
+        """Make all readers of a value outside the forward read the restored value."""
         if original not in self.restored:
             return
         for reader in list(original.users):
@@ -163,12 +158,12 @@ class _RecomputeInsertion:
                 continue
             if self.order[reader] < self.order[anchor]:
                 raise PlanMismatchError(
-                    f"the plan recomputes or fetches {original.name!r} before {anchor.name!r}, but {reader.name!r} "
-                    "reads it earlier. Plan again."
+                    f"the plan restores {original.name!r} before {anchor.name!r}, but {reader.name!r} reads it "
+                    "earlier. Plan again."
                 )
             reader.replace_input_with(original, self.restored[original])
 
 
 def _values_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """A node, and the nodes that select its results."""
+    """Return a node, and the nodes that select one of its results."""
     return node, *(user for user in node.users if user.target is operator.getitem)

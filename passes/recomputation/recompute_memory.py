@@ -1,9 +1,9 @@
-"""Memory in use with recomputation and offload, as a function of strategies and policies.
+"""Memory of a program that may recompute or offload values, for each choice of strategies and policies.
 
-The split space (`recompute_split`) has a second site for each value, which the step reads after the forward. It also
-has sites for all possible recomputations. Memory of a first site does not depend on policies. Memory of a
-second site begins at the end of the forward if the value is saved, at its recomputation or at its fetch. Operands of a
-recomputation count if it happens.
+The items are those of a program with more sites (`recompute_split`). There each value of the forward has a *second
+life*: a further site that the rest of the step reads. Each possible recomputation is a site too. The first lives depend
+on no policies. A second life begins with the end of the first if the value is held, with its recomputation, or with its
+fetch from the host. Operands of a recomputation are in memory if the recomputation happens.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from passes.strategies.repeated import RepeatedUnits, find_repeated, paths_where
 
 @dataclass
 class RecomputeMemory:
-    """Items in memory with policies; see the module's docstring.
+    """The memory of the module's docstring.
 
     Args:
         planning: the problem without recomputation.
-        options: the policies of each variable.
+        options: the policies that each value may have.
     """
 
     planning: PlanningProblem
@@ -61,17 +61,18 @@ class RecomputeMemory:
 
     @cached_property
     def repeated(self) -> RepeatedUnits:
-        """Blocks left out of the split space."""
+        """The repeated units of the split space."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         restored = set(self.split.restored.values())
         return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Values in memory, each after its site ("" for others), with the options under which they are there.
+        """Return pairs of site and item in memory; "" for an item that is not a value. Tables have all options and
+        policies.
 
         Raises:
-            NotAlikeError: the program leaves blocks out, and the remaining blocks keep different values in memory.
+            NotAlikeError: the program leaves out blocks, and the blocks beside them do not hold alike values alike.
         """
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
@@ -87,7 +88,7 @@ class RecomputeMemory:
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
-        """Values that stay in memory after their call, by the value or link that keeps them."""
+        """Return the values that stay in memory after their call, by the value or link that keeps the memory."""
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))
@@ -106,7 +107,7 @@ class RecomputeMemory:
 
     @cached_property
     def _may_stay(self) -> frozenset[str]:
-        """Values of the forward whose end depends on policies: those that may be saved, and views."""
+        """Values of the forward whose end depends on policies: views, and values with a second life."""
         sites = self.planning.space.sites
         forward = (name for name, site in sites.items() if site.phase == "forward" and not site.is_input)
         return frozenset(name for name in forward if name in self.split.late or sites[name].is_alias)
@@ -116,7 +117,7 @@ class RecomputeMemory:
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
     def _is_of_restored_view(self, kept: OnLink) -> bool:
-        """Whether a link keeps the memory of a recomputed view, which the view's second site counts."""
+        """Whether a link keeps the memory of a recomputed view; its second life counts this memory."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
         return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
@@ -129,9 +130,9 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """A value of the forward from its last use there on, under the policies that save it or, else, that free it.
+        """Return a value of the forward after its last use there, under the policies that hold or free the value.
 
-        If the value is saved, its second site counts it until that site's end.
+        Under policies that hold the value, its second life counts the bytes.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -140,7 +141,7 @@ class RecomputeMemory:
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
-        """A saved result of the program, from the end of its second site on."""
+        """Return a held result of the program, from the end of its second life on."""
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -151,13 +152,15 @@ class RecomputeMemory:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
     def _late_items(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """A value after the forward, under a policy."""
+        """Return a value after the forward, under a policy."""
         if policy in RESTORED or self.options.holds(name, policy):
             is_owner = name not in self.viewed or policy in OFFLOADED
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
     def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """A value with memory of its own after the forward. A recomputed call makes results without readers, too."""
+        """Return the items of a value that owns memory after the forward. A recomputed call makes unread results,
+        too.
+        """
         there = tuple(kept is policy for kept in self.policies_of(name))
         start = self._start(name, policy)
         for result in range(len(self.planning.space.sites[name].results)):
@@ -168,8 +171,8 @@ class RecomputeMemory:
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """The memory that a view keeps after the forward: none while its operand is in memory anyway, then the
-        operand's memory.
+        """Return the items of a view after the forward: nothing while the viewed value is in memory anyway, then its
+        memory.
         """
         start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
@@ -179,9 +182,8 @@ class RecomputeMemory:
             yield self._view_item(Interval(max(start, covered + 1), end), name, policy, is_covered=False)
 
     def _copy_beside(self, name: str) -> Iterator[UsedBytes]:
-        """The copy behind a view, at its last use in the forward.
-
-        It is freed until the backward, unless the operand is saved.
+        """Return the copy that a view reads, at its last use in the forward. It goes then, unless the viewed value is
+        held.
         """
         link = self.viewed.get(name)
         if link is None or self.planning.space.sites[link.tail].is_input:
@@ -194,7 +196,7 @@ class RecomputeMemory:
 
     @cached_property
     def viewed(self) -> dict[str, Link]:
-        """The link from the operand of each view into the view."""
+        """The link into each view from the value that it views."""
         sites = self.planning.space.sites
         return {
             link.head: link for link in self.planning.space.links if link.operand == 0 and sites[link.head].is_alias
@@ -202,7 +204,7 @@ class RecomputeMemory:
 
     @cached_property
     def deaths(self) -> dict[tuple[str, int], int]:
-        """The last use of every value of the split space, by way of views included."""
+        """The last use of every value of the split space, including uses through views."""
         links: dict[tuple[str, int], list[Link]] = defaultdict(list)
         for link in self.split.space.links:
             links[link.tail, link.result].append(link)
@@ -222,7 +224,7 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """The last point at which a second site counts its value; from then on, the last reader of the memory counts
+        """Return the last point at which a value after the forward is counted; from then on its last reader counts
         it.
         """
         late = self.split.late[name], result
@@ -230,9 +232,9 @@ class RecomputeMemory:
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """The last point of each memory (`_memory_of`) as the memory of a second site.
+        """The last point at which each memory (`_memory_of`) is counted as the value after the forward.
 
-        After all other views of the memory, its last view counts the memory itself.
+        From then on, the last of its views counts the memory.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
@@ -244,7 +246,7 @@ class RecomputeMemory:
 
     @cached_property
     def reaches(self) -> dict[tuple[str, int], int]:
-        """The last point of each memory or any view of it after the forward; in program order."""
+        """The last point at which each memory or its views may be in use after the forward; in program order."""
         found: dict[tuple[str, int], int] = {}
         for name, site in reversed(list(self.planning.space.sites.items())):
             if name in self.split.late:
@@ -254,7 +256,7 @@ class RecomputeMemory:
 
     @cached_property
     def views(self) -> dict[tuple[str, int], list[str]]:
-        """The views with a second site, by their memory."""
+        """Views with second lives, by memory."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
@@ -262,7 +264,7 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """The memory of a link's value: a result of a call or, for any result of a view, the operand of the view."""
+        """Return the memory of a link's value: a result of a call; for a view, the one memory of all its results."""
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 
     def _last_end(self, place: tuple[str, int]) -> int:
@@ -271,33 +273,29 @@ class RecomputeMemory:
         return max(self._end(name, each) for each in results)
 
     def _start(self, name: str, policy: ValuePolicy) -> int:
-        """The first point at which a second site counts its value."""
+        """Return the first point at which a value after the forward is counted."""
         if policy in RESTORED:
             return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """When the forward reads the values of a site."""
+        """The points at which the forward reads the values of a site."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """The last point of the memory of a view's operand, if the operand is saved or recomputed."""
+        """Return the last point at which the memory of a held or recomputed viewed value is in use."""
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
     def _view_item(self, interval: Interval, name: str, policy: ValuePolicy, *, is_covered: bool) -> UsedBytes:
-        """Memory that a view keeps under a policy: the copy behind the view, or the whole operand.
+        """Return the memory that a view keeps under a policy: its operand's copy, or the whole of its operand.
 
-        Args:
-            interval: the points at which the view is in memory.
-            name: the view's site.
-            policy: the view's policy.
-            is_covered: whether the operand's second site counts the operand's memory.
+        `is_covered`: whether the memory of the viewed value is counted already.
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
@@ -313,7 +311,7 @@ class RecomputeMemory:
         return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
-        """Bytes of a view's operand in the spec that the view needs, by the view's option."""
+        """Bytes of the copy that a view needs of its operand, by its option."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
         return local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
@@ -324,9 +322,9 @@ class RecomputeMemory:
         return local_bytes_of(tail.results[link.result], specs_of(tail, link.result), self.planning.space.mesh)
 
     def _whole_bytes(self, link: Link) -> Floats:
-        """Bytes of the memory behind a link's value, by the option of its tail: for a view, the whole operand.
+        """Bytes of the memory of a link's value, by the option of its tail; for a part, bytes of the whole.
 
-        If a reshard decides whether the value is still a view, the value counts as one.
+        If a reshard decides whether the value is still a part, the value counts as a part.
         """
         above = self.viewed.get(link.tail)
         if above is None:
@@ -339,7 +337,7 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """An item of sites of the split space. Operands of a recomputation count under the policies that recompute."""
+        """Return an item of sites of the split space; items of a recomputation exist if the recomputation happens."""
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
@@ -347,7 +345,7 @@ class RecomputeMemory:
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """An item that exists under some policies of its variables."""
+        """Return an item that exists under some policies of its variables."""
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -355,12 +353,12 @@ class RecomputeMemory:
 
 
 def _site(key: Key) -> str:
-    """The site of a value; "" for the value of a link."""
+    """Return the site of a value; "" for the memory of a link."""
     return key[0] if isinstance(key[0], str) else ""
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """A table for each combination of policies: the given table if every policy has the item, else zeros."""
+    """Repeat a table for each combination of policies, with zeros for combinations without the item."""
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

@@ -1,22 +1,21 @@
-"""Finds the values of the forward that may be recomputed in the backward, or offloaded until then.
+"""Find values of the forward that might be recomputed in the backward or offloaded until then, and where.
 
-A site of the forward has a *policy*, as in torch's selective checkpointing. It says how the backward gets the value:
+A *policy* says what becomes of a value after its last use in the forward:
 
-* AS_READ: the value stays for its readers in the backward, and is freed at once if there are none. This is the policy
-  without recomputation.
-* KEPT: the backward does not read the value, but it stays for the recomputation of other values.
-* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes just before the first read in the
-  backward. EARLY recomputes before the backward first reads any recomputable value of the segment.
-* HOST_EARLY, HOST_LATE: the value goes to the host, and is freed after the forward. HOST_LATE fetches just before the
-  first read in the backward, HOST_EARLY before any recomputation might read the value.
+* AS_READ: the value stays if the backward reads it, and is freed at once if not, as without recomputation;
+* KEPT: the value stays for a recomputation, though the backward does not read it;
+* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes it just before the backward first
+  reads it, EARLY before the backward first reads any value of its segment that may be recomputed;
+* HOST_EARLY, HOST_LATE: the value goes to the host and is freed after the forward. LATE fetches it just before the
+  backward first reads it, EARLY before any recomputation might.
 
-A segment is a repeated block, or a run of sites between blocks. Values are recomputed from values that enter their
-segment, so no recomputation reaches through several segments.
+A segment is a repeated block, or a run of sites between blocks. So values are recomputed from values that enter their
+segment, and no recomputation reaches through several segments.
 
-Recomputable values are pure and draw no random numbers. They do not leave the program, and no optimizer update reads
-them. Only useful policies are offered: for values that the backward reads and that are not negligibly small, and for
-unread operands that their recomputation needs. Offload is offered for the same values, and for such operands as cannot
-be recomputed. Views and aliases of inputs are never offloaded.
+A value may be recomputed if its call is pure and draws no random number from a generator. The value must not leave the
+program, and no optimizer update may read it. Values that the backward reads get policies unless they are negligibly
+small. Operands of these values get policies too, because a recomputation needs its operands. Such values, and operands
+without a recomputation, may be offloaded. Views, and aliases of inputs, stay.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""Values smaller than this share of all values that the backward reads are not recomputed for their own sake."""
+"""Values below this fraction of all bytes that the backward reads of the forward are not recomputed for themselves."""
 
 
 class ValuePolicy(Enum):
-    """How the backward gets a value of the forward; see the module's docstring."""
+    """The policy of a value, see the module's docstring."""
 
     AS_READ = "as read"
     KEPT = "kept"
@@ -51,19 +50,19 @@ class ValuePolicy(Enum):
 RECOMPUTED = (ValuePolicy.EARLY, ValuePolicy.LATE)
 OFFLOADED = (ValuePolicy.HOST_EARLY, ValuePolicy.HOST_LATE)
 RESTORED = (*RECOMPUTED, *OFFLOADED)
-"""Policies that free a value after the forward, and recompute or fetch it in the backward."""
+"""Policies under which a value is freed after the forward, and restored in the backward."""
 
 _AS_READ = (ValuePolicy.AS_READ,)
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptions:
-    """The policies of each variable.
+    """The possible policies of values.
 
     Args:
-        policies: variable to the policies of its sites' values; absent variables have AS_READ alone.
-        anchors: site to the sites before which its value is recomputed or fetched, by policy; in program order.
-        late: sites of the forward whose values the backward reads, perhaps through its own views.
+        policies: variable to the possible policies of its sites' values; absent variables have AS_READ alone.
+        anchors: site and policy to the site before which the value is restored; in program order.
+        late: sites of the forward whose values the backward reads, directly or through its own views.
     """
 
     policies: Mapping[int, tuple[ValuePolicy, ...]]
@@ -71,7 +70,7 @@ class RecomputeOptions:
     late: frozenset[str]
 
     def of(self, variable: int) -> tuple[ValuePolicy, ...]:
-        """The policies of a variable."""
+        """Return the possible policies of a variable's values."""
         return self.policies.get(variable, _AS_READ)
 
     def holds(self, name: str, policy: ValuePolicy) -> bool:
@@ -79,7 +78,7 @@ class RecomputeOptions:
         return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
     def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
-        """The count of sites of the whole program that may have one of some policies; `counts` is
+        """Number of sites of the whole program with a possible policy of `policies`; `counts` as in
         `PlanningProblem.counts`.
         """
         may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(policies))
@@ -89,7 +88,7 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """The useful policies, equal for all sites of a variable.
+    """Return the policies worth considering, the same for all sites of a variable.
 
     Args:
         planning: the problem without recomputation.
@@ -112,7 +111,7 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def first_read(self) -> dict[str, int]:
-        """The first place at which the backward reads each site's value."""
+        """Place at which the backward first reads the value of each site."""
         late = ((name, link) for name in self.forward for link in self.readers[name] if self.is_late(link))
         reads: dict[str, list[int]] = defaultdict(list)
         for name, link in late:
@@ -121,7 +120,7 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def pure(self) -> frozenset[str]:
-        """Sites that may be recomputed."""
+        """Pure sites, in the sense of the module's docstring."""
         return frozenset(filter(self.may_be_remade, self.forward))
 
     def run(self) -> RecomputeOptions:
@@ -141,7 +140,7 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """The variables to recompute, and the variables to keep for them."""
+        """Return the variables worth recomputing, and the variables to keep for recomputations."""
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
         while waiting:
@@ -165,12 +164,12 @@ class _OptionSearch(ForwardCalls):
         return name not in self.first_read
 
     def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
-        """The variables that are worth offloading."""
+        """Return the variables worth offloading."""
         movable = {number for number, names in members.items() if all(map(self.may_move, names))}
         return set(self._worthwhile(members, movable)) | (held & movable)
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
-        """Variables whose values the backward reads, without small ones."""
+        """Return the variables with large values that the backward reads."""
         read = self.first_read
         sizes = {
             number: sum(self.counts.get(name, 1) * _size(self.space.sites[name]) for name in names if name in read)
@@ -180,7 +179,7 @@ class _OptionSearch(ForwardCalls):
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
     def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
-        """The sites before which each site is recomputed; in program order."""
+        """Return the sites before which each site is recomputed; in program order."""
         names = list(self.space.sites)
         late = self._late_points(set(remade))
         early: dict[int, int] = {}
@@ -195,7 +194,7 @@ class _OptionSearch(ForwardCalls):
     def _with_host_anchors(
         self, moved: Collection[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> dict[str, dict[ValuePolicy, str]]:
-        """`anchors`, with the anchors of fetches; in program order."""
+        """Return `anchors`, with the sites before which offloaded values come back; in program order."""
         moved = set(moved)
         found: dict[str, dict[ValuePolicy, str]] = {}
         for name in self.forward:
@@ -207,7 +206,7 @@ class _OptionSearch(ForwardCalls):
         return found
 
     def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
-        """The sites before which a value is fetched: its first reader is a call of the backward or a recomputation."""
+        """Return the sites before which a value comes back: its first reader in the backward, or a recomputation."""
         direct = [link.head for link in self.readers[name] if self.is_late(link)]
         clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
         late = direct or [clone[ValuePolicy.LATE] for clone in clones]
@@ -220,9 +219,8 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """The place before which each value is recomputed: its first read by the backward, else by a recomputation.
-        Last
-        sites come first.
+        """Return the places where the backward first reads values, or else recomputes their readers; last sites
+        first.
         """
         found: dict[str, int] = {}
         for name in reversed(self.forward):
@@ -236,7 +234,7 @@ class _OptionSearch(ForwardCalls):
     def _policies(
         self, names: Sequence[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> tuple[ValuePolicy, ...]:
-        """The policies that every one of these values may have."""
+        """Return the policies that all alike values may have."""
         found = [ValuePolicy.AS_READ]
         if any(self._is_unread(name) for name in names):
             found.append(ValuePolicy.KEPT)

@@ -1,15 +1,15 @@
-r"""The planning problem with recomputation: a variable's option is a strategy together with a policy of its values.
+"""The planning problem with recomputation: an option of a variable is a strategy together with a policy.
 
-It extends the problem without recomputation (`recompute_options` lists the policies):
+It differs from the problem without recomputation (`recompute_options` explains policies):
 
-* Time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`).
-* Operands: each operand of a recomputed call is saved by the forward, recomputed before it, or an input. Other pairs of
-  policies cost infinity (`_fits_together`).
-* Offload: an offloaded value costs the time of its two copies, which do not overlap. Its fetch needs no operands.
-* Memory: the items in memory depend on policies too (`recompute_memory`).
+* time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
+* a recomputation needs its operands: each is held from the forward, recomputed before, or enters the program. Other
+  pairs of policies cost infinity (`_fits_together`);
+* an offloaded value costs the time of its two copies, which nothing hides; its fetch needs no operands;
+* memory depends on policies too (`recompute_memory`).
 
-So each variable still has one option, costs join two variables, and memory is linear in items. A value's last use
-includes every recomputation that might read the value, chosen or not.
+So there still is one option per variable, costs join two variables, and memory is linear in items. A last use counts
+every recomputation that might read the value, chosen or not.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from passes.strategies.price import local_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class RecomputeProblem:
-    """The planning problem with policies; see the module's docstring.
+    """The problem of the module's docstring.
 
     Args:
-        planning: the problem without recomputation; options of a variable are its options, once for each policy.
-        options: the policies of each variable.
+        planning: the problem without recomputation. Each of its options is there once for each policy.
+        options: the possible policies.
         assignment: the problem, without memory rows.
         usage: bytes in use at each point under a choice.
     """
@@ -67,19 +67,16 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Masks for this problem from masks of the problem without recomputation: every policy is allowed."""
+        """Return masks of options without recomputation as masks of this problem's options, under any policy."""
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
     def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice of strategies, for the problem without recomputation."""
+        """Return the choice of strategies, a choice of the problem without recomputation."""
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
     def restored(self, choice: Sequence[int]) -> Restored:
-        """The recomputed and offloaded values of a choice, in program order.
-
-        Values without memory or readers are left out.
-        """
+        """Return the nodes that a choice recomputes and offloads, in program order, without unread nodes."""
         made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
@@ -98,9 +95,8 @@ class RecomputeProblem:
         return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
-        """The sites that are recomputed or fetched, and their policy.
-
-        Views of saved values are saved too, not recomputed.
+        """Return the policy of each restored value. A view of a held value that is not resharded is held, not
+        recomputed.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}
@@ -123,18 +119,18 @@ class RecomputeProblem:
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
 
     def policy(self, name: str, choice: Sequence[int]) -> ValuePolicy:
-        """The policy of a site's value under a choice."""
+        """Return the policy of a site's value under a choice."""
         variable = self.planning.classes[name]
         return self.policies(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
     def policies(self, variable: int) -> tuple[ValuePolicy, ...]:
-        """The policies of a variable."""
+        """Return the possible policies of a variable's values."""
         return self.options.of(variable)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The values that a program recomputes and fetches in the backward, in program order."""
+    """The values that a program restores in the backward, in program order."""
 
     recomputed: tuple[RecomputedNode, ...] = ()
     offloaded: tuple[OffloadedNode, ...] = ()
@@ -144,7 +140,7 @@ class Restored:
 
 
 NOTHING_RESTORED = Restored()
-"""No recomputation and no offload."""
+"""All values that the backward reads are kept."""
 
 
 def _is_late(head: Site, link: Link) -> bool:
@@ -159,15 +155,15 @@ def build_recompute_problem(
     with_memory: bool = True,
     control: SearchControl | None = None,
 ) -> RecomputeProblem:
-    """The problem with recomputation over the strategies of `planning`.
+    """Return the problem with recomputation over the strategies of `planning`.
 
     Args:
-        planning, options: the problem without recomputation, and the policies.
-        with_memory: whether items in memory are listed; a problem that is not searched (a choice is drawn) needs none.
-        control: ends the building in time; None for no limit.
+        planning, options: the problem without recomputation, and the possible policies.
+        with_memory: count memory. Not needed for a choice that is not searched.
+        control: ends building when time is up; None: building goes on to the end.
 
     Raises:
-        SearchStopped: the time was over before the problem was built.
+        SearchStopped: `control` was over before the problem was built.
     """
     memory = RecomputeMemory(planning, options)
     building = _Building(planning, options, memory)
@@ -181,7 +177,7 @@ _Part = TypeVar("_Part")
 
 
 def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """The parts, while there is time."""
+    """Return the parts, while there is time."""
     for part in parts:
         if control is not None and control.is_over():
             raise SearchStopped("time was up before the problem with recomputation was built")
@@ -223,7 +219,7 @@ class _Building:
 
     @cached_property
     def read_back(self) -> dict[str, set[int]]:
-        """The results of each site that the backward or its recomputation reads."""
+        """The results of each site that the backward reads, or a possible recomputation."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             head = self.planning.space.sites[link.head]
@@ -237,7 +233,7 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Costs of an edge for each pair of policies; edges that share a table share the result."""
+        """Return the costs of an edge for each pair of policies; edges that share a table share it here."""
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
         if key not in self.tables:
@@ -250,7 +246,7 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """For variables that links join, the pairs of policies that may be combined, [tail, head]."""
+        """The pairs of policies that are allowed for two linked variables, [tail, head]."""
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
             tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
@@ -269,5 +265,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """How often a call runs in a step."""
+    """Number of runs of a call in a step."""
     return 2 if policy in RECOMPUTED else 1

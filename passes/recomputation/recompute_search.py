@@ -1,15 +1,16 @@
-"""Searches strategies, recomputation and offload together.
+"""Search strategies, recomputation and offload together.
 
-Recomputation and offload only add time: repeated calls and reshards, and copies to and from the host. So if the optimal
-strategies without a memory limit fit, they are optimal with recomputation too. The larger problem is built only if they
-do not fit (`solve_jointly`). The optimum among choices that fit without recomputation is not enough, because cheaper
-strategies may fit with recomputation.
+Recomputation and offload only add time: the second runs of calls and reshards, and copies to and from the host. So a
+choice of strategies that is optimal without a memory limit, and that fits as it is, is optimal with them too. The
+larger problem is built only for other cases (`solve_jointly`). The best choice that fits without recomputation would
+not be enough, because a cheaper choice may fit with recomputation.
 
-The lowered program decides whether a choice fits. So tables are searched until a choice fits (`fitting`). If memory
-binds, the bound holds for the plans that fit by the tables.
+The lowered program decides whether a choice fits, so the search is repeated until its choice does (`fitting`). If
+memory
+binds, the bound holds for plans that fit by the search's tables.
 
-With offload the problem is larger still, and contains the problem without. Its solution may be far from the optimum, or
-exceed the host's memory. Then the search is repeated without offload, and the cheaper choice that fits is taken.
+With offload the problem is larger, and includes the problem without. The search is repeated without offload if the gap
+is large, or if the host lacks memory. The cheaper choice that fits is taken.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ def solve_jointly(
     offload: bool = True,
     before: JointSolution | None = None,
 ) -> JointSolution:
-    """A cheapest choice of strategies, recomputation and offload that fits; see the module's docstring.
+    """Return a cheapest choice of strategies, recomputation and offload that fits; see the module's docstring.
 
     Args:
         planning: the problem without recomputation.
-        search: with the memory limit.
+        search: the search, with the memory limit.
         allowed: variable to a mask of its options; absent variables are free.
-        start: solutions without recomputation; the result is at least as cheap as those that fit.
+        start: solutions without recomputation; the result is no worse than those that fit.
         peak_of: counts lowered programs.
-        recompute: whether values may be recomputed; if not, nothing is offloaded either.
-        offload: whether values may go to the host, if the device has a link to a host.
-        before: a known solution; if it fits, the result is at least as cheap.
+        recompute: whether values may be recomputed; without recomputation, no offload.
+        offload: whether values may go to the host, on devices with a link to a host.
+        before: a known solution; the result is no worse, if it fits.
 
     Raises:
-        DoesNotFitError: no choice fits, even with the allowed recomputation and offload.
+        DoesNotFitError: no choice fits with any recomputation and offload.
     """
     if before is None or not _is_within(before, planning, search, peak_of):
         return _solve_jointly(planning, search, allowed, start, peak_of, recompute=recompute, offload=offload)
@@ -85,7 +86,7 @@ def _solve_jointly(
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
-    """`solve_jointly` without a known solution."""
+    """Do `solve_jointly` without a known solution."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
@@ -95,7 +96,7 @@ def _solve_jointly(
     start = [each for each in start if peak_of(planning, each.choice) <= search.memory_limit_bytes]
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
     found = _where_memory_binds(planning, coarse, allowed, start, peak_of, offload=offload)
-    # # neither strategies nor policies cost less under a memory limit
+    # strategies and policies cost no less in less memory
     return bounded(found, max(found.solution.lower_bound, bound))
 
 
@@ -108,9 +109,9 @@ def _where_memory_binds(
     *,
     offload: bool,
 ) -> JointSolution:
-    """`solve_jointly` if the cheapest choice without a limit does not fit."""
+    """Do `solve_jointly` if the cheapest choice does not fit."""
     if search.control.is_stopped or (start and search.control.is_over()):
-        # # the bound of the search without recomputation does not hold for the larger problem
+        # the bound of the search without recomputation does not hold for other choices
         return bounded(_alone(planning, search, allowed, start, peak_of), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
         return _solve(planning, search, allowed, start, peak_of, offload=False)
@@ -136,15 +137,14 @@ def _where_memory_binds(
 
 
 def _most_host_bytes(planning: PlanningProblem) -> int:
-    """No plan offloads more, bytes: all values of the forward, whole."""
+    """The most bytes that any plan may offload: all values of the forward, whole."""
     results = (item for site in planning.space.sites.values() if site.phase == "forward" for item in site.results)
     return sum(math.prod(item.shape) * item.itemsize for item in results)
 
 
 _FAR = 0.05
-"""The gap up to which the search is not repeated. In measurements, a repetition at gaps of 2 to 5 % gained nothing, and
-at
-11 % less than one in a thousand.
+"""Gap up to which the search is not repeated. At gaps of 2 to 5 %, repeating it gained nothing; at 11 %, less than 0.1
+%.
 """
 
 
@@ -157,7 +157,7 @@ def _solve(
     *,
     offload: bool,
 ) -> JointSolution:
-    """`solve_jointly` if memory binds, without a limit on the host's memory."""
+    """Do `solve_jointly` if memory binds; the host's memory has no limit."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning, offload=offload)
@@ -172,13 +172,13 @@ def _solve(
     wide = problem.widen(allowed)
 
     def attempt(limit: float) -> JointSolution:
-        """The cheapest choice within a limit, by the problem's count."""
+        """Return the cheapest choice that fits in a limit by the problem's tables."""
         return _joint(problem, _within(limit, search)(problem, wide, start))
 
     frugal = partial(_frugal, problem, search, wide, partial(_joint, problem), peak_of)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control, peak_of)
     bound = 0.0 if found is None else found.solution.lower_bound
-    for solution in start:  # # the last attempt may have had a lower limit, which these solutions exceed
+    for solution in start:  # these may not fit in the last attempt's smaller limit
         found = _cheaper(found, JointSolution(planning, solution))
     if found is None:
         raise search.does_not_fit(planning, least)
@@ -186,7 +186,7 @@ def _solve(
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """The plan of a choice of a problem with recomputation."""
+    """Return the plan of a choice of a problem with recomputation."""
     restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
     running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(
@@ -201,7 +201,7 @@ def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
 
 
 def _cheaper(found: JointSolution | None, other: JointSolution) -> JointSolution:
-    """The cheaper of two solutions."""
+    """Return the cheaper of two solutions; the first may be None."""
     return other if found is None or other.solution.cost < found.solution.cost else found
 
 
@@ -212,7 +212,7 @@ def _alone(
     start: Sequence[Solution],
     peak_of: PeakOf,
 ) -> JointSolution:
-    """The cheapest choice that fits without recomputation."""
+    """Return the cheapest choice that fits without recomputation."""
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
 
@@ -233,7 +233,9 @@ def _frugal(
     joint: Callable[[Solution], JointSolution],
     peak_of: PeakOf,
 ) -> list[JointSolution]:
-    """Choices with a small peak by the problem's count: the smallest one, and a cheap one within that peak."""
+    """Return choices of small memory: a choice of a small peak by the problem's tables, and a cheap choice within
+    it.
+    """
     free = restrict(problem.assignment, allowed)
     found = choice_of_smallest_peak(free, problem.usage, problem.memory_row, control=search.control)
     if not found:
@@ -248,21 +250,19 @@ def _frugal(
 
 
 _NEAR = 1.1
-"""A cheap choice is sought if the smallest peak is below this multiple of the limit, since the cheap one might fit
-too.
-"""
+"""Multiple of the limit up to which a cheap choice is sought within a small peak; this choice might fit, too."""
 
 
 def _within(limit: float, search: Search) -> Search:
-    """The search within another limit."""
+    """Return the search within another limit."""
     return dataclasses.replace(search, memory_limit_bytes=limit, says_smallest=False)
 
 
 _FINENESS = 0.1
-"""Without a memory limit a finer search takes little longer."""
+"""Without a limit, a finer search takes little longer."""
 
 _TOLERANCE = 0.01
-"""Gap at which the search is content where memory binds: no finer than prices are, and soon reached."""
+"""Gap at which the search ends if memory binds: no finer than prices are, and soon reached."""
 
 _ROUNDS = 12
-"""Rounds of the quick search for a cheap choice with a small peak."""
+"""Rounds of the quick search for a cheap choice of small memory."""

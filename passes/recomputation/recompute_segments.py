@@ -10,10 +10,10 @@ from passes.strategies.fold_blocks import numbered_blocks
 
 
 def segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """The number of the segment of each site of the forward, given in program order.
+    """Return the number of the segment of each site of the forward, given in program order.
 
     A segment is a repeated block (the outermost numbered module with at least two matrix products), or a run of sites
-    that are in none.
+    outside of blocks.
     """
     blocks = numbered_blocks(sites)
     found: dict[str, int] = {}
@@ -23,7 +23,7 @@ def segments(sites: Sequence[Site]) -> Mapping[str, int]:
 
 
 def block_segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """`segments` without sites that are in no repeated block."""
+    """Return `segments` without the sites outside of repeated blocks."""
     blocks, found = numbered_blocks(sites), segments(sites)
     return {site.name: found[site.name] for site in sites if _block(site, blocks)}
 

@@ -1,8 +1,9 @@
-"""A search space in which every value has two sites: one for the forward, and one for the backward.
+"""A search space in which every value has two lives: in the forward, and after it.
 
-The forward reads the original site. For each site with several policies, a second site yields the same value for later
-readers (`late`). For each policy that recomputes or fetches, a third site reads the operands of the recomputation
-(`restored`). A fetch has no operands. Lifetimes of this space are the lifetimes of both sites and of those operands.
+A site of the forward is read by the forward alone. For each site with several policies, a second site after the forward
+has the same value for all later readers (`late`). For each policy that restores the value, one more site stands where
+the value is restored (`restored`). A recomputation reads operands; a fetch from the host reads no operands. This
+space's lifetimes cover both lives and the operands of recomputations.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """The split space; see the module's docstring.
+    """The split space of the module's docstring.
 
     Args:
         space: the sites and links; the first links are those of the original space, in order.
-        late: site to the site of its value in the backward.
-        restored: site and policy to the site that recomputes the value, or fetches it from the host.
-        sources: the sites of `late` and `restored`, to their original and its policy (None for any policy).
+        late: site to the site of its value after the forward.
+        restored: site and policy to the site that restores the value.
+        sources: the sites of `late` and `restored`, to their originals and policies (None: any policy).
     """
 
     space: SearchSpace
@@ -37,12 +38,12 @@ class SplitSpace:
     sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
     def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
-        """The original site of a site, and the policy under which it exists."""
+        """Return the original of a site, and the policy under which the site exists."""
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
-    """The split space of `space`."""
+    """Return the split space of `space`."""
     kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
     restored = {
@@ -69,7 +70,7 @@ def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[
 
 
 def _is_late(space: SearchSpace, link: Link) -> bool:
-    """Whether a link is read behind the forward."""
+    """Whether a link is read after the forward."""
     head = space.sites[link.head]
     return head.phase != "forward" and not leaves_program(head, link)
 
@@ -80,7 +81,7 @@ def _sites(
     late: Mapping[str, str],
     restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
-    """The sites in the order of the program: the second lives behind the forward, recomputations where they happen."""
+    """Return the sites in program order: second lives after the forward, recomputations where they happen."""
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for (name, policy), copy in restored.items():
         before[options.anchors[name][policy]].append((name, copy))
@@ -96,7 +97,7 @@ def _sites(
 
 
 def _second_life(site: Site, name: str) -> Site:
-    """A site of the backward for a value: in memory of its own or, for a view, in the memory of its operand."""
+    """Return a site with the value of another site, in memory of its own; a view stays a view."""
     assert site.node is not None, "calls have nodes"
     node = site.node
     if not site.is_alias:

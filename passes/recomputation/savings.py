@@ -1,4 +1,4 @@
-"""Measures the memory that recomputation and offload save, and the time that they cost."""
+"""Bytes that recomputation and offload each save beside the other, and the seconds that they cost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """The savings and costs of recomputation and offload, each given the other."""
+    """Return the recomputation and the offload of a solution, with the savings and costs of each beside the other."""
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:
-        """Bytes that the peak falls by, and seconds that the step grows by, compared with a program of `left` alone."""
+        """Return bytes saved at the peak, and seconds added to the step, compared with restoring `left` alone."""
         other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

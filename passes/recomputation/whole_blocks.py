@@ -1,10 +1,10 @@
-"""Applies a recipe's recomputation and offload, before specs are decided: the same in every block.
+"""Recompute or offload whole blocks, as a recipe says, before specs are chosen.
 
-* `recompute="full"`: each repeated block is recomputed from its inputs, just before its backward (Chen et
-  al., "Training deep nets with sublinear memory cost", 2016). Values that the next segment reads are saved, and so are
-  values of calls that may not run twice.
-* `offload="activations"`: values that the backward of a block or its recomputation reads go to the host. They come back
-  just before the first read.
+* `recompute="full"`: each repeated block is recomputed from its inputs just before its backward (Chen et al.,
+  "Training deep nets with sublinear memory cost", 2016). Values that the next segment reads are kept, and so are values
+  that must not be computed twice;
+* `offload="activations"`: values of a block that its backward reads, or that a recomputation reads, go to the host.
+  They come back just before they are first read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.strategies.enumerate_strategies import SearchSpace
 
 
 def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProblem:
-    """The problem of the program with a recipe's recomputation and offload; the problem records these values.
+    """Return the problem of the program that recomputes and offloads as a recipe says; the problem keeps both.
 
     Raises:
         NotAlikeError: see `with_restored`.
@@ -41,7 +41,7 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Split a solution of `with_whole_blocks` into the problem without recomputation, and the joint solution.
+    """Split a solution of `with_whole_blocks` into the problem without recomputation and the joint solution.
 
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.
@@ -81,10 +81,9 @@ class _Blocks(ForwardCalls):
         return dict(block_segments([self.space.sites[name] for name in self.forward]))
 
     def remade(self, *, views_alone: bool) -> dict[str, str]:
-        """Map recomputed calls to the site that they precede: the first reader after the forward.
+        """Map recomputed calls to the site before which they run: the first reader after the forward.
 
-        Args:
-            views_alone: whether only views are recomputed, from values that come back from the host.
+        `views_alone`: recompute only views of offloaded values.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):
@@ -108,13 +107,13 @@ class _Blocks(ForwardCalls):
         return found
 
     def module(self, name: str) -> str:
-        """The module that issued a call."""
+        """Return the module that issued a call."""
         node = self.space.sites[name].node
         assert node is not None, "calls have nodes"
         return node.meta.get("module", "")
 
     def _late(self, name: str) -> list[str]:
-        """Sites that read a value after the forward."""
+        """Return the sites that read a value after the forward."""
         return [link.head for link in self.readers[name] if self.is_late(link)]
 
     def _stays_within(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The planning problem of a program with recomputation and offload: it has further sites for clones and copies."""
+"""The planning problem of a program that recomputes and offloads values, which has more sites."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where
 
 
 def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
-    """The problem of the program with recomputation and offload; its variables and options are those of `planning`.
+    """Return the problem of the program that restores values; its variables and options are those of `planning`.
 
-    Clones, and copies to and from the host, have the variable of their original. So a choice of `planning` is a choice
-    of the result.
+    Clones, and copies to and from the host, have the variables of their originals. So a choice of `planning` is a
+    choice of the result.
 
     Raises:
-        NotAlikeError: the program leaves blocks out, and its remaining blocks recompute values of different variables.
+        NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore alike values alike.
     """
     if not restored:
         return planning
@@ -49,7 +49,7 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
     repeated = find_repeated(space, paths_where_run(space, module_paths(space.program), brought))
     if any(len({representatives[name] for name in alike.names}) > 1 for alike in repeated.sites):
-        raise NotAlikeError("equal blocks recompute or fetch values of different variables")
+        raise NotAlikeError("alike blocks restore values that do not share one choice")
     liveness = with_repeated(planning.liveness.of(space), repeated, space)
     return build_problem(space, planning.prices, liveness, representatives, repeated)
 
@@ -64,7 +64,7 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
-    """The search space with clones and copies, which have the specs of their originals, and the original of each."""
+    """Return the search space with clones and copies in the specs of their originals, and the original of each site."""
     program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
@@ -98,7 +98,7 @@ def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dic
 
 @dataclass(slots=True)
 class _Transfers:
-    """Sites of copies to and from the host: each option leaves the value in its spec."""
+    """Make sites of copies to and from the host; each option keeps the spec of one option of the owner."""
 
     space: SearchSpace
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
@@ -117,6 +117,6 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """The choice of each axis for a copy of a value under a spec; see `autoshard.rules.offload`."""
+    """Return the use of each axis for a copy of a value under a spec; see `autoshard.rules.offload`."""
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -157,7 +157,8 @@ class RecipeProblem:
             most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
             least_tokens=1 if "context" in self.pinned else self.least_tokens,
             offloads=self.cluster.device.host_link is not None,
-            only=_both(self.pinned, only or {}),
+            only=_both({name: values for name, values in self.pinned.items() if name != "zero_group"}, only or {}),
+            zero_groups=self.pinned.get("zero_group"),
             runs=self.runs,
         )
 

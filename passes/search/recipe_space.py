@@ -155,7 +155,8 @@ class RecipeSpace:
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
         offloads: whether activations may go to the host.
-        only: restricts fields to some values. A group of all replicas is `zero_group=None`, or named by its size.
+        only: restricts fields to some values. A group of all replicas is `zero_group=None`.
+        zero_groups: restricts `zero_group` too; a group of all replicas may be named by its size.
         runs: whether only recipes are searched that have a program which `compile` runs.
 
     Raises:
@@ -169,6 +170,7 @@ class RecipeSpace:
     least_tokens: int = 1
     offloads: bool = False
     only: Only = field(default_factory=dict)
+    zero_groups: Collection[object] | None = None
     runs: bool = False
     _shardings: dict[tuple[int, bool], tuple[Sharding, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -275,13 +277,13 @@ class RecipeSpace:
         return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
 
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
-        """ZeRO over all replicas, or a power of eight of them; over any number where `only` restricts that."""
+        """ZeRO over all replicas, or a power of eight of them; over any number where these are restricted."""
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)
         if key not in self._shardings:
             runtime = self.base.runtime
             offered = runtime.zero_in_pipelines if ranks > 1 else runtime.zero_stages
-            every = "zero_group" in self.only
+            every = "zero_group" in self.only or self.zero_groups is not None
             sizes = [size for size in divisors(replicas) if 1 < size < replicas and (every or size in _GROUPS)]
             groups = [0, *sizes] if replicas > 1 else []
             self._shardings[key] = tuple(
@@ -289,9 +291,8 @@ class RecipeSpace:
                 for item in (Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups))
                 if item.zero in offered
                 and self._allows("zero", item.zero)
-                and (
-                    self._allows("zero_group", item.group or replicas) or self._allows("zero_group", item.group or None)
-                )
+                and self._allows("zero_group", item.group or None)
+                and (self.zero_groups is None or {item.group or None, item.group or replicas} & {*self.zero_groups})
             )
         return self._shardings[key]
 
@@ -357,11 +358,4 @@ def _splits_evenly(counted: CountedModel, kind: RecipeKind, layout: Layout) -> b
     used = {axis for _, axes in splits for axis in axes}
     if any(size > 1 and axis not in used for axis, size in sizes.items()):
         return False
-    return all(dim % _product(sizes, axes) == 0 for dim, axes in splits)
-
-
-def _product(sizes: Mapping[str, int], axes: Collection[str]) -> int:
-    total = 1
-    for axis in axes:
-        total *= sizes[axis]
-    return total
+    return all(dim % math.prod(sizes[axis] for axis in axes) == 0 for dim, axes in splits)

@@ -1,4 +1,4 @@
-r"""Search large assignments: near-optimal choices with a proven bound, in time linear in their size.
+r"""Searches large assignments: near-optimal choices with a proven bound, in time linear in their size.
 
 The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
 

@@ -143,7 +143,7 @@ class Messages:
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
             share = self._share[variable]
-            # shares go on with the messages, whatever is the same for all options too; what stays here is the bound's
+            # # shares move on with the messages, even parts equal for all options; the rest stays in the bound
             if len(earlier) * share < 1:
                 bound += (1 - len(earlier) * share) * float(_least(belief))
             shared = share * belief

@@ -1,4 +1,4 @@
-"""Make an assignment smaller without losing its optimum.
+"""Makes an assignment smaller without losing its optimum.
 
 Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
 nothing changes:
@@ -21,7 +21,7 @@ import numpy as np
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 _MAX_TABLE = 40_000_000
-"""Largest table (options of a variable times those of its two neighbours) that elimination builds."""
+"""The largest table (options of a variable times those of its two neighbours) that elimination builds."""
 
 _Decide = Callable[[list[int]], int]
 

@@ -57,8 +57,8 @@ class Ceiling:
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(
-                "time_budget_s was up before the search for a plan had ended: with more time, or on a machine that is "
-                "faster or less busy, the plan may be another"
+                "time_budget_s was over before the search for a plan ended. A larger time_budget_s, or a faster or "
+                "less busy machine, may give a better plan"
             )
         return self.has_cut
 

@@ -1,4 +1,4 @@
-r"""Solve an assignment as a mixed-integer program with HiGHS.
+r"""Solves an assignment as a mixed-integer program with HiGHS.
 
 Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
 pair of groups `(r, c)` of edge `(u, v)` is in force. Options that have equal costs and bytes against all options of the
@@ -316,7 +316,7 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """A factor that brings the costs to about a thousand."""
+    """A factor that scales the costs to about a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0

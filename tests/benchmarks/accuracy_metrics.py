@@ -1,4 +1,4 @@
-"""How good predictions are: errors, ranks within groups, the regret of choosing by them."""
+"""Accuracy of predictions: errors, ranks within groups, and the regret of choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mape(log_errors: Sequence[float]) -> float:
 
 
 def bias(log_errors: Sequence[float]) -> float:
-    """Predicted over measured in the geometric mean, minus one."""
+    """Return predicted over measured in the geometric mean, minus one."""
     return math.expm1(float(np.mean(log_errors)))
 
 
@@ -73,7 +73,9 @@ def attainable(inputs: Sequence[object], measured: Sequence[float]) -> float:
 
 
 def repeatability(measured: Sequence[float], noise: float, draws: int = 400) -> float:
-    """Mean rank correlation of measurements with themselves repeated; `noise`: standard deviation of one's logarithm.
+    """Return the mean rank correlation of measurements with their repetition.
+
+    `noise` is the standard deviation of a measurement's logarithm.
 
     Example:
         >>> repeatability([1.0, 2.0, 4.0], noise=0.0)

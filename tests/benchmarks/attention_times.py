@@ -10,20 +10,22 @@ SCORE_PASSES = {False: 4, True: 7}  # see `unfused_attention_time`
 
 
 def attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
-    """Seconds of a fused attention, launch included. For another kernel: `device.with_attention("flash3")`."""
+    """Return the seconds of a fused attention with launch; `device.with_attention("flash3")` chooses the kernel."""
     itemsize, per_head = ITEMSIZE[dtype], shape.depth + shape.value_depth
     moved = itemsize * shape.heads * (shape.queries + shape.keys) * per_head * (2 if shape.backward else 1)
     return work_time(Work(shape.flops, moved, 0, Kind.ATTENTION, dtype, attention=shape), device)
 
 
 def unfused_attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
-    """Seconds of attention whose scores go through memory: products, and passes over heads * queries * keys elements.
+    """Return the seconds of attention with scores in memory: products, and passes over heads * queries * keys elements.
 
-    Forward, the scores are written, read and written by softmax, and read: 4 passes; two more when a causal mask is
-    filled in. Backward, the gradient of the probabilities is written, it and they are read and the gradient of the
-    scores is written, which is read twice, as are the probabilities once more: 7. All products run in full, causal or
-    not. Against "standard attention" of Shah et al. 2024 (FlashAttention-3, figures 5 and 6, head dim 128, 8192
-    keys, not causal): 139 and 181 TFLOP/s measured, forward and backward.
+    The forward has 4 passes: the scores are written, read and written by softmax, and read. A filled causal mask adds
+    two passes. The backward has 7 passes. The gradient of the probabilities is written and read with the probabilities.
+    The gradient of the scores is written and read twice, and the probabilities are read once more. All products run in
+    full, causal or not.
+
+    Reference: "standard attention" of Shah et al. 2024 (FlashAttention-3, figures 5 and 6). At head dim 128 and 8192
+    keys without causality, 139 and 181 TFLOP/s were measured, forward and backward.
     """
     rows, keys = shape.queries, shape.keys
     inner, outer = (

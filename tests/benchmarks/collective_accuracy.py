@@ -1,14 +1,14 @@
-"""How far predicted collective times are from published measurements: in sample, and with each source left out.
+"""Errors of predicted collective times against published measurements, in sample and with each source left out.
 
 Run: python -m tests.benchmarks.collective_accuracy
 
 Reads tests/data/collectives.jsonl, each row with its source. The link constants in cost_models/data were fitted to
-these rows, so the first table is the error of the fit. For the second, each source (a repository) in turn is left out:
-the constants of its fabrics and networks are fitted to the other sources' rows alone, from neutral values; where nobody
-else measured a link, those of the measured one nearest to it in bandwidth are taken.
+these rows, so the first table is the error of the fit. In the second table each source (a repository) is left out in
+turn. The constants of its fabrics and networks are fitted to the remaining rows, from neutral values. A link without
+other measurements takes the constants of the measured link nearest in bandwidth.
 
-Rows below 1 MiB are latency, and kept apart. Rows with a flag (a network that its own source calls misconfigured, a
-size that it does not print) are shown and not counted.
+Rows below 1 MiB measure latency, and are separate. Rows with a flag are shown and not counted. A flag marks a network
+that its own source calls misconfigured, or a size that the source does not print.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _row(row: Mapping) -> Row:
 
 
 def predict_s(row: Row, links: Links | None = None) -> float:
-    """Predicted seconds of one row, with the constants of the data files or with fitted ones."""
+    """Return the predicted seconds of a row, with constants of the data files or fitted constants."""
     kind = row.node if links is None else _with_links(row, links)
     cluster = Cluster(kind, row.nodes, row.devices_per_node, ALONE)
     if row.collective == "sendrecv":
@@ -109,7 +109,7 @@ def predict_s(row: Row, links: Links | None = None) -> float:
 
 
 def _with_links(row: Row, links: Links) -> NodeType:
-    """The row's node with other constants on links of the same nominal bandwidth."""
+    """Return the row's node with other constants on links of the same nominal bandwidth."""
 
     def change(link: Link, name: str) -> Link:
         return replace(links[name], bandwidth_bytes_per_s=link.bandwidth_bytes_per_s) if name in links else link
@@ -129,7 +129,7 @@ def median_error(values: Iterable[float]) -> float:
 
 
 def counted(rows: Iterable[Row]) -> list[Row]:
-    """Rows of 1 MiB and more that no flag discards: those of the target."""
+    """Return rows of 1 MiB and more without a flag, to which the target applies."""
     return [row for row in rows if not row.is_small and not row.flag]
 
 
@@ -137,7 +137,7 @@ def counted(rows: Iterable[Row]) -> list[Row]:
 
 
 def fit_links(rows: Sequence[Row]) -> dict[str, Link]:
-    """Links fitted to rows: fabrics to those of one node, then networks to those of several."""
+    """Fit links to rows: fabrics to rows of one node, then networks to rows of several nodes."""
     fitted: dict[str, Link] = {}
     for name in sorted({row.fabric for row in rows}):
         inside = [row for row in rows if row.fabric == name and row.nodes == 1 and row.collective != "sendrecv"]
@@ -152,7 +152,7 @@ def fit_links(rows: Sequence[Row]) -> dict[str, Link]:
 
 
 def _descend(rows: Sequence[Row], others: Links, name: str, link: Link) -> Link:
-    """Coordinate descent over what the rows can tell: latencies alone where none of them is large."""
+    """Fit by coordinate descent the constants that the rows determine: latencies alone without large rows."""
     large = any(not row.is_small for row in rows)
     link = _neutral(link)
     moves = (*_moves_of_latency(link), *(_moves_of_bandwidth(link) if large else ()))
@@ -170,9 +170,9 @@ def _descend(rows: Sequence[Row], others: Links, name: str, link: Link) -> Link:
 
 
 def _neutral(link: Link) -> Link:
-    """The link as it stands before any measurement: nothing in it comes from these rows but its nominal bandwidth.
+    """Return the link before any measurement, with the nominal bandwidth of the rows.
 
-    Starts and hops are NCCL's own constants or near them, efficiencies those of vendors' statements.
+    Starts and hops are close to NCCL's own constants, and efficiencies come from vendors' statements.
     """
     is_network = link.latency_s > LONG_HOP_S
     hops = {"LL": 5e-6, "LL128": 8.5e-6} if is_network else {"LL": 0.6e-6, "LL128": 1.9e-6}
@@ -216,14 +216,14 @@ def _scale_latencies(link: Link, factor: float) -> Link:
 
 
 def _moves_of_latency(link: Link) -> tuple[_Move, ...]:
-    """Starts of a fabric, where many messages are short; hops of a network, all protocols by the same factor."""
+    """Return steps for latencies: a fabric's starts with many short messages, a network's hops by one factor."""
     if link.latency_s > LONG_HOP_S:
         return _scale("start_s"), _scale_latencies
     return _scale("start_s"), _scale_protocols("start_s")
 
 
 def _moves_of_bandwidth(link: Link) -> tuple[_Move, ...]:
-    """Saturation; on fabrics also what large messages reach, of a switch that reduces if there is one."""
+    """Return steps for bandwidths: saturation, and the reach of large messages on fabrics and reducing switches."""
     if link.latency_s > LONG_HOP_S:
         return (_scale("ramp_bytes"),)
     field = "in_network_efficiency" if link.in_network_efficiency > 0 else "efficiency"
@@ -231,7 +231,9 @@ def _moves_of_bandwidth(link: Link) -> tuple[_Move, ...]:
 
 
 def leave_one_out(rows: Sequence[Row]) -> dict[str, tuple[list[Row], list[float], bool]]:
-    """By source: its rows, their errors with constants fitted to the others, and whether those measured its links."""
+    """Return for each source its rows, their errors under a fit to the other sources, and whether these measured its
+    links.
+    """
     usable = [row for row in rows if not row.flag]
     found = {}
     for source in sorted({row.source for row in usable}):
@@ -246,7 +248,7 @@ def leave_one_out(rows: Sequence[Row]) -> dict[str, tuple[list[Row], list[float]
 
 
 def _nearest(name: str, fitted: Links, rows: Sequence[Row]) -> str:
-    """The measured link of the same level whose nominal bandwidth is nearest to that of an unmeasured one."""
+    """Return the measured link of the same level with the nearest nominal bandwidth."""
     fabrics = {row.fabric: row.node.intra for row in rows}
     networks = {row.network: row.node.inter for row in rows if row.node.inter is not None}
     level = fabrics if name in fabrics else networks

@@ -1,10 +1,11 @@
-"""How far predicted times of matrix products and attention are from published measurements.
+"""Errors of predicted times of matrix products and attention against published measurements.
 
 Run: python -m tests.benchmarks.compute_accuracy
 
-Reads tests/data/matmuls.jsonl and tests/data/attention.jsonl, each row with its source. The tile model's two fitted
-numbers (tile_overhead, tile_load_share) come from the products of A100 f16, H100 f8 and H100 bf16, and the attention
-curves from the same figures, so those are errors of the fit; H200, the best shapes ("MAMF") and "unfused" are not.
+Reads tests/data/matmuls.jsonl and tests/data/attention.jsonl, each row with its source. The tile model has two fitted
+numbers, tile_overhead and tile_load_share. Both come from the products of A100 f16, H100 f8 and H100 bf16. The
+attention curves come from the same figures. Errors on these rows are errors of the fit. H200, the best shapes ("MAMF")
+and "unfused" took no part in the fit.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def matmul_errors() -> dict[tuple[str, str], list[float]]:
 
 
 def attention_errors() -> dict[str, list[float]]:
-    """Relative errors of the predicted rate by kernel.
+    """Return relative errors of the predicted rate by kernel.
 
-    "unfused" goes through memory, where long sequences are bound by its bandwidth; "unfused, short" and "unfused,
-    causal" (a mask that is made and added by operators of its own) are not what the model describes.
+    "unfused" goes through memory, whose bandwidth bounds long sequences. The model does not describe "unfused, short"
+    and "unfused, causal", whose mask is made and added by separate operators.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for row in _rows("attention"):

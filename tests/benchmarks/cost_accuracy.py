@@ -1,15 +1,17 @@
-"""How far predicted training steps are from published ones.
+"""Errors of predicted training steps against published steps.
 
 Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick] [--recount]
 
-Every usable row of tests/data/published_runs.jsonl (copied from the project's shared data, each row with its source) is
-built as a model on meta and priced with `autoshard.price`. The numbers of `cost_models.step` are fitted to all sources
-but one, and the errors are those on the source that was left out; `--quick` uses the numbers in the data file instead.
-`--write` fits to all sources and writes the data files. Tracing and counting the models' layer classes takes several
-minutes, once: they are kept on disk (`tests.benchmarks.layer_table`) until the counting passes change; `--recount`
-counts them anew; all else is a minute or two. Rows in 16 and in 8 bits are kept apart: the fit sees the
-former only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what
-the driver, the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
+Every usable row of tests/data/published_runs.jsonl is built as a model on meta and priced with `autoshard.price`. The
+rows are copied from the project's shared data, each with its source. The numbers of `cost_models.step` are fitted to
+all sources but one, and the errors are errors on the source left out. `--quick` uses the numbers in the data file
+instead. `--write` fits to all sources and writes the data files.
+
+Tracing and counting the models' layer classes takes several minutes once. The counts stay on disk
+(`tests.benchmarks.layer_table`) until the counting passes change. `--recount` counts anew. Everything else takes a
+minute or two. Rows in 16 and in 8 bits are separate, and the fit sees rows in 16 bits alone. Sources have equal
+weights. Peak memory is compared after an offset for each way of measuring. The offset is the median of the rows of
+other plans, and stands for the memory of driver, libraries and allocator besides tensors.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Pricer:
         return predict_recipe(model, recipe, _cluster(row, step))
 
     def seconds(self, row: Row, step: InStep | None) -> float:
-        """Predict a row's step, or the forward and backward of one block where that was timed, in seconds."""
+        """Predict a row's step, or the forward and backward of one timed block, in seconds."""
         if row["kind"] != "layer":
             return self.predict(row, step).step_time_s
         recipe, cluster = recipe_of(row), _cluster(row, step)
@@ -84,14 +86,14 @@ class Pricer:
 
 
 def _cluster(row: Row, step: InStep | None) -> Cluster:
-    """A row's machines, with other factors than those of the data file."""
+    """Return a row's machines, with other factors than in the data file."""
     found = cluster_of(row)
     return found if step is None else Cluster(found.node, found.nodes, found.devices_per_node, step)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A row with what was predicted for it, by a model that did not see its source, and the errors of other sources."""
+    """A row with its prediction by a model that did not see its source, and the errors on other sources."""
 
     row: Row
     predicted_s: float
@@ -122,7 +124,7 @@ def measured_s(row: Row) -> float:
 
 
 def timed_rows(rows: Sequence[Row]) -> list[Row]:
-    """Rows of pretraining whose step, or one layer of it, was timed."""
+    """Return rows of pretraining with a timed step or a timed layer."""
     return [row for row in rows if row["task"] == "pretrain"
             and (row["kind"] == "layer" or row["derived"]["step_time_s"] is not None)]  # fmt: skip
 
@@ -131,7 +133,7 @@ Evaluation = tuple[list[Result], list[Result], InStep]
 
 
 def why_refused(pricer: Pricer, row: Row) -> str:
-    """The first line of the error that a row is refused with; empty where it is priced."""
+    """Return the first line of the error that refuses a row; empty for a row with a price."""
     try:
         pricer.seconds(row, None)
     except (autoshard.AutoshardError, CostModelError) as error:
@@ -140,7 +142,9 @@ def why_refused(pricer: Pricer, row: Row) -> str:
 
 
 def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
-    """Results of `rows`, each source by a fit to the others; of `extra`, by the fit to all; and that fit."""
+    """Return results of `rows`, each source by a fit to the other sources; of `extra`, by the full fit; and the full
+    fit.
+    """
     sources = [row["source"]["key"] for row in rows]
     start = START
     runs = Runs(sources, [measured_s(row) for row in rows], lambda index, model: _time(pricer, rows[index], model))
@@ -152,13 +156,13 @@ def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) 
 
 
 def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
-    """Results of the numbers in the data file, which were fitted to these rows."""
+    """Return results by the numbers in the data file, which were fitted to these rows."""
     known, more = (_with_uncertainty(some, [_time(pricer, row, in_step()) for row in some]) for some in (rows, extra))
     return known, more, in_step()
 
 
 def further_results(pricer: Pricer, model: InStep, refused: dict[str, str]) -> Mapping[bool, list[Result]]:
-    """Results of `more_rows` by a fit, by whether they are in 16 bits; rows that have no price go to `refused`."""
+    """Return results of `more_rows` by a fit, grouped by 16 bits or not; rows without a price go to `refused`."""
     rows = sorted(timed_rows(more_rows()), key=lambda row: str(model_shape(row)))
     refused |= {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
     priced = [row for row in rows if row["id"] not in refused]
@@ -180,7 +184,7 @@ def _with_uncertainty(rows: Sequence[Row], times: Sequence[float]) -> list[Resul
 
 
 def conformal_by_source(results: Sequence[Result], *, leaving_out: str | None) -> Uncertainty:
-    """The 90 % interval that the errors of the other sources bear out, each source with the same weight."""
+    """Return the 90 % interval from the errors of the other sources, with equal weight for each source."""
     errors: dict[str, list[float]] = defaultdict(list)
     for item in results:
         if item.source != leaving_out:
@@ -201,15 +205,15 @@ def group_of(row: Row) -> tuple[object, ...]:
 
 
 def per_token(item: Result) -> tuple[float, float]:
-    """Predicted and measured seconds per sequence: what ranks plans with different batches."""
+    """Return predicted and measured seconds per sequence, which rank plans with unequal batches."""
     return item.predicted_s / item.row["global_batch"], measured_s(item.row) / item.row["global_batch"]
 
 
 def report(title: str, results: Sequence[Result]) -> list[str]:
-    """A table of errors by source.
+    """Return a table of errors by source.
 
-    "own speed known": the MAPE that is left when a source's median error is taken off, as a model would that knew how
-    fast its machines and software are beside others'. No model of recipes and datasheets can know that.
+    "own speed known" is the MAPE without a source's median error, as if a model knew the speed of the source's machines
+    and software. A model of recipes and datasheets cannot know this speed.
     """
     lines = [
         f"## {title}",
@@ -261,11 +265,12 @@ def rank_report(results: Sequence[Result]) -> list[str]:
 
 
 def _limits(items: Sequence[Result]) -> str:
-    """Four cells: what bounds the rank correlation of a group.
+    """Return four cells that bound the rank correlation of a group.
 
-    The best that any function of what the rows say can reach (some rows say the same); that of the measurements with
-    themselves repeated at the file's `noise_rel`; the largest over the smallest time of rows that say the same; and the
-    share of pairs whose times differ by less than two standard deviations of their difference.
+    1. The best rank correlation of any function of the rows' fields, because some rows have equal fields.
+    2. The rank correlation of repeated measurements at the file's `noise_rel`.
+    3. The largest over the smallest time of rows with equal fields.
+    4. The share of pairs whose times differ by less than two standard deviations of their difference.
     """
     measured = [per_token(item)[1] for item in items]
     said = [(model_shape(item.row), recipe_of(item.row)) for item in items]
@@ -280,9 +285,10 @@ def _limits(items: Sequence[Result]) -> str:
 
 
 def beside_tensors(recipe: Execution) -> dict[str, int]:
-    """Bytes that a device holds beside PyTorch's tensors, as the driver counts them (nvidia-smi).
+    """Return the bytes of a device besides PyTorch's tensors, as counted by the driver (nvidia-smi).
 
-    NCCL's buffers, of one communicator for all ranks and one for each group that the recipe has; the CUDA context.
+    The bytes are NCCL's buffers, for one communicator of all ranks and one per group of the recipe, and the CUDA
+    context.
     """
     sizes = (recipe.devices, recipe.tensor, recipe.context, recipe.replicas, recipe.expert, recipe.pipeline)
     communicators = sum(size > 1 for size in sizes)
@@ -290,9 +296,9 @@ def beside_tensors(recipe: Execution) -> dict[str, int]:
 
 
 def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
-    """Error of peak memory, by source and definition, after an offset for each definition, and without any.
+    """Return errors of peak memory by source and definition, with an offset for each definition, and without.
 
-    All definitions are of the driver, which counts what a device holds beside tensors too.
+    All definitions are the driver's, which counts memory besides tensors too.
     """
     by_definition: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
@@ -319,7 +325,7 @@ def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
 
 
 def write_fit(model: InStep, results: Sequence[Result], eight: Sequence[Result], unweighed: Sequence[Result]) -> None:
-    """Write the data files of the step model and of intervals: with it, in 8 bits, of parts alone (`unweighed`)."""
+    """Write the data files of the step model and of intervals: full, in 8 bits, and of parts alone (`unweighed`)."""
     sources = [item.source for item in results]
     source = f"fit to 16-bit rows of tests/data/published_runs.jsonl: {', '.join(dict.fromkeys(sources))}"
     date = time.strftime("%Y-%m-%d")

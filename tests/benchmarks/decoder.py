@@ -1,7 +1,8 @@
-"""A decoder of configurable shape: the models of the published runs, built on meta.
+"""A decoder of configurable shape on meta, for the models of published runs.
 
-Learned positions or rotary ones, grouped keys, gated or plain feed-forward, latent attention (MLA), mixture of experts
-with balanced routing, sliding windows, tied embeddings, and attention with or without a fused kernel.
+The shape covers learned and rotary positions, grouped keys, gated and plain feed-forward, latent attention (MLA) and
+mixtures of experts with balanced routing. It also covers sliding windows, tied embeddings, and attention with or
+without a fused kernel.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Everything that the cost of a decoder depends on.
+    """All fields on which the cost of a decoder depends.
 
     `mtp_layers`: extra blocks that predict a second token. `wide_logits`: the loss reads a copy of the logits in
-    float32, not those of the head.
+    float32, not the head's own logits.
     """
 
     layers: int
@@ -196,9 +197,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, fused: bool, dropout: float) -> 
 
 
 def _attend_near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attention to the last `window` steps, in pieces of as many: each sees itself and the piece before.
+    """Attend to the last `window` steps, in pieces of this length: each piece sees itself and the previous piece.
 
-    The pieces become part of the batch; of the 2 * window keys that a piece sees, the band is half, as if causal.
+    The pieces become part of the batch. The band is half of a piece's 2 * window keys, as in causal attention.
     """
     batch, heads, steps, size = q.shape
     pieces = steps // window

@@ -1,9 +1,9 @@
-"""How long it takes from a module on meta to a plan of a training step (AdamW, bf16 mixed precision), up to 671B.
+"""Time from a module on meta to a plan of a training step (AdamW, bf16 mixed precision), up to 671B.
 
 Run: python -m tests.benchmarks.deep_models [--models llama3-8b ...] [--backend triton] [--json]
 
-Each model on a fixed mesh, in a process of its own, so that the peak of memory is its own. Wall-clock time, on as many
-cores as there are.
+Each model has a fixed mesh and a process of its own, so that its peak of memory is separate. Seconds are wall-clock
+time on all cores.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds and bytes of planning, and the bound that is proven of its objective.
+    """Seconds and bytes of planning, and the proven bound of the objective.
 
     Args:
-        tracing_s: from the module to its program.
-        enumeration_s: from there to the problem that is searched.
-        search_s, search_cpu_s: the search, of the known recipes too; of the processor.
-        total_s: all, up to the plan.
-        cpu_s: processor time of all that, which other work on the machine changes less.
-        peak_bytes: the most memory of the process.
+        tracing_s: seconds from the module to its program.
+        enumeration_s: seconds from the program to the search problem.
+        search_s, search_cpu_s: seconds of the search with its known recipes, and processor seconds.
+        total_s: all seconds up to the plan.
+        cpu_s: all processor seconds, which other work on the machine changes less.
+        peak_bytes: peak memory of the process.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Measured:
 
 
 class _Stages(logging.Handler):
-    """Notes the seconds of each stage, which the planner logs at its end, and those of the processor."""
+    """Collect the seconds of each stage, which the planner logs at its end, and processor seconds."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -108,7 +108,7 @@ class _Stages(logging.Handler):
 
 
 def measure(name: str, case: Case, backend: str = "auto") -> Measured:
-    """Plan one case; `backend` as `autoshard.plan` takes it."""
+    """Plan one case; `backend` is an argument of `autoshard.plan`."""
     with torch.device("meta"):
         model = Decoder(case.shape)
         tokens = torch.zeros(case.batch, case.shape.sequence, dtype=torch.int64)
@@ -157,7 +157,7 @@ def table(rows: list[Measured], backend: str) -> Table:
 
 
 def measure_apart(name: str, backend: str) -> Measured:
-    """In a process of its own."""
+    """Measure in a separate process."""
     options = ["--models", name, "--backend", backend, "--json"]
     command = [sys.executable, "-m", "tests.benchmarks.deep_models", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

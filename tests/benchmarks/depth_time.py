@@ -1,12 +1,11 @@
-"""Time that twice the layers add to a search: Llama-3 8B with 16, 32, 64 and 128 layers, all in turns.
+"""Time of a search for doubled layers: Llama-3 8B with 16, 32, 64 and 128 layers in turns.
 
 Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 7]; also a table of `planning_time`.
 
-Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill; recipes for a step of 512
-sequences on 64 H100, whose memory binds from 32 layers on, and on 64 B200, where it binds from 64 on: below, plain data
-parallelism with ZeRO-1 is at its bound, and there is next to nothing to search. Each search runs in a process of its
-own, on one thread. Seconds are medians of the turns: by a clock, so that the machine should be idle, and of the
-processor.
+Specs are searched for a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill. Recipes are
+searched for a step of 512 sequences on 64 H100 and 64 B200. Memory binds from 32 layers on the former and from 64 on
+the latter. Below, plain data parallelism with ZeRO-1 is at its bound, so the search is short. Each search has a process
+of its own on one thread. Seconds are medians of the turns, by clock (on an idle machine) and by processor.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ SEARCHES: Mapping[str, Callable[[int], Seconds]] = {
 
 
 def table(layers: Sequence[int], turns: int) -> Table:
-    """Seconds by search and depth, and what each depth takes over the one before."""
+    """Return seconds by search and depth, and the ratio of each depth to the previous depth."""
     result = Table("seconds", *(f"{depth} layers" for depth in layers), title="Seconds of searches, and over the last")
     for search in SEARCHES:
         rounds = [[_apart(search, depth) for depth in layers] for _ in range(turns)]
@@ -82,14 +81,14 @@ def table(layers: Sequence[int], turns: int) -> Table:
 
 
 def _cells(by_depth: Sequence[Sequence[float]]) -> list[str]:
-    """Medians by depth, each with what it is over the one before."""
+    """Return medians by depth, each with its ratio to the previous depth."""
     medians = [statistics.median(turns) for turns in by_depth]
     ratios = [f" ({after / before:.3f})" for before, after in pairwise(medians)]
     return [f"{seconds:.2f}{ratio}" for seconds, ratio in zip(medians, ["", *ratios], strict=True)]
 
 
 def _apart(search: str, layers: int) -> Seconds:
-    """In a process of its own."""
+    """Measure in a separate process."""
     command = [sys.executable, "-m", "tests.benchmarks.depth_time", "--one", search, "--layers", str(layers)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Seconds(**json.loads(output.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""The layer of `tests.benchmarks.expert_worker`, apart, as ranks send what they trace by name."""
+"""The layer of `tests.benchmarks.expert_worker` in its own module, because ranks send traced classes by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 
 class Layer(nn.Module):
-    """A product, Mixtral's layer of experts behind it, and the mean square of what that gives."""
+    """A product, an expert layer of Mixtral, and the mean square of the result."""
 
     def __init__(self, **config: int) -> None:
         super().__init__()

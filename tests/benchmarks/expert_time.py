@@ -1,9 +1,9 @@
-"""Step time of a layer of experts whose tokens are exchanged, beside the same written by hand with torch.
+"""Step time of an expert layer with exchanged tokens, beside the same layer written by hand with torch.
 
     python -m tests.benchmarks.expert_time [--links loopback delayed 1gbit] [--rounds 30] [--markdown FILE]
 
-Two ranks of one thread, each pinned to a core; see `tests.benchmarks.expert_worker`. Contenders take turns; links and
-ratios are those of `tests.benchmarks.pipeline_time`. The target is 1.0; the first losses must agree.
+Two ranks of one thread are each pinned to a core; see `tests.benchmarks.expert_worker`. Contenders take turns; links
+and ratios are described in `tests.benchmarks.pipeline_time`. The target is 1.0, and the first losses must agree.
 """
 
 from __future__ import annotations

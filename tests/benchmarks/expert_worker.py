@@ -1,8 +1,8 @@
-"""One rank of `tests.benchmarks.expert_time`: our layer of experts and one by hand take turns. Started by it.
+"""One rank of `tests.benchmarks.expert_time`, which races our expert layer with a layer by hand.
 
-Both are Mixtral's layer of experts with the same weights: each rank has its tokens and its experts. By hand is what a
-user of `torch.distributed` would write at best: rows sorted by expert, counts and rows by all-to-all, one product for
-all experts of a rank where torch has it (`grouped_mm`), gradients of what all have reduced, fused AdamW.
+Both are Mixtral's expert layer with equal weights, and each rank has its tokens and its experts. The layer by hand is
+the best code of a user of `torch.distributed`. Rows are sorted by expert, and counts and rows travel by all-to-all. One
+product serves all experts of a rank if torch has `grouped_mm`. Common gradients are reduced, and AdamW is fused.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _by_hand(mesh: Any) -> Callable[[Any], Any]:
     optimizer = torch.optim.AdamW([before.weight, router, wide, narrow], lr=1e-3, fused=True)
 
     class Exchange(torch.autograd.Function):
-        """Rows to the ranks that want them; gradients go back."""
+        """Send rows to their ranks; gradients return the same way."""
 
         @staticmethod
         def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -94,7 +94,7 @@ def _by_hand(mesh: Any) -> Callable[[Any], Any]:
             return found, None, None
 
     def experts(rows: Tensor, counts: Tensor) -> Tensor:
-        """Each rank's rows, those of one expert behind another."""
+        """Return each rank's rows, grouped by expert."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = functional.grouped_mm(rows, wide.transpose(1, 2), offs=ends).chunk(2, -1)
         return functional.grouped_mm(functional.silu(gate) * up, narrow.transpose(1, 2), offs=ends)

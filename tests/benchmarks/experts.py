@@ -14,12 +14,12 @@ class Experts:
     """A mixture of experts.
 
     Args:
-        count: of experts; each token goes to `active` of them.
-        ffn: hidden width of each.
-        shared_ffn: of the expert that sees every token, 0 for none.
-        dense_layers: blocks without experts, the first ones.
+        count: number of experts; each token goes to `active` of them.
+        ffn: hidden width of each expert.
+        shared_ffn: width of the expert that sees every token, 0 for none.
+        dense_layers: first blocks, without experts.
         biased: products of experts have biases, and their activation is clamped (gpt-oss; OpenAI 2025, model card).
-            Megatron-LM runs them operator by operator, as modules of their own, `bias` and `clamp`.
+            Megatron-LM runs `bias` and `clamp` as modules of their own.
     """
 
     count: int
@@ -31,7 +31,7 @@ class Experts:
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through `active` experts of `count`; routing is balanced, so that every expert sees as many."""
+    """Each token goes through `active` of `count` experts under balanced routing."""
 
     def __init__(self, hidden: int, experts: Experts, shared: nn.Module | None) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class GatedUnit(nn.Module):
-    """Halves of [..., 2 * F], one gating the other, weighed: [..., F]."""
+    """Gate one half of [..., 2 * F] by the second half with weights, to [..., F]."""
 
     def forward(self, x: Tensor, shares: Tensor) -> Tensor:
         up, gate = x.chunk(2, -1)
@@ -101,9 +101,10 @@ class Clamp(nn.Module):
 
 
 class SharedBias(nn.Module):
-    """Results of experts [E, T, H] with as much of their biases [E, 1, H] as they count [E, T, 1].
+    """Add biases of experts [E, 1, H], weighted by [E, T, 1], to results of experts [E, T, H].
 
-    Megatron-LM adds them expert by expert and joins the results (`TEGroupedMLP._apply_bias`); two halves move as much.
+    Megatron-LM adds biases expert by expert and joins the results (`TEGroupedMLP._apply_bias`); two halves move as many
+    bytes.
     """
 
     def forward(self, x: Tensor, bias: Tensor, shares: Tensor) -> Tensor:

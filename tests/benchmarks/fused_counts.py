@@ -1,10 +1,10 @@
-"""Launches and bytes of a Llama block's forward and backward, with kernels and without, counted on the lowered program.
+"""Launches and bytes of a Llama block's forward and backward, with and without kernels, counted on its program.
 
     python -m tests.benchmarks.fused_counts
 
-One decoder layer of Llama 3 8B on one sequence of 2,048 tokens in bfloat16, for one device: on the meta device, so it
-runs anywhere. `passes.lowering.count_launches` says what counts as a launch and as bytes; attention is one
-launch on both sides.
+The block is a decoder layer of Llama 3 8B on a sequence of 2,048 tokens in bfloat16, on one device. The device is meta,
+so any machine can count. `passes.lowering.count_launches` defines launches and bytes; attention is one launch on both
+sides.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = tor
 
 
 def count_both(lowered: LoweredProgram) -> tuple[Traffic, Traffic]:
-    """Count a program's launches and bytes on one device without kernels, and with them."""
+    """Count a program's launches and bytes on one device without kernels, and with kernels."""
     return count_launches(lowered.graph_module), count_launches(FuseKernels()(lowered).graph_module)
 
 

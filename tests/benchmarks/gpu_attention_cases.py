@@ -1,4 +1,4 @@
-"""Attention for `tests.benchmarks.gpu_kernels`: beside torch's backends, which are chosen where it is timed."""
+"""Attention cases of `tests.benchmarks.gpu_kernels`, beside torch's backends, which are chosen during the timing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A block of Llama 3 8B for `tests.benchmarks.gpu_kernels`: forward and backward, and the kernels generated for it.
+"""A block of Llama 3 8B for `tests.benchmarks.gpu_kernels`: forward and backward, and its generated kernels.
 
-One decoder layer in bfloat16, 2,048 to 8,192 tokens, by `autoshard.compile` with `backend="triton"` on a mesh of one
-device, beside `torch.compile` and eager. Gradients of parameters and of the input are made anew each time.
+The block is a decoder layer in bfloat16 with 2,048 to 8,192 tokens. `autoshard.compile` with `backend="triton"` on a
+mesh of one device is timed beside `torch.compile` and eager. Gradients of parameters and of the input are made anew
+each time.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def make_block(length: int, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -
 
 
 def compile_ours(block: nn.Module, inputs: tuple[Tensor, ...]) -> autoshard.ShardedModule:
-    """A copy of the block by `autoshard.compile`, run by this process as the one rank of a process group."""
+    """Return a copy of the block by `autoshard.compile`; this process is the one rank of a process group."""
     kind = inputs[0].device.type
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
@@ -63,7 +64,7 @@ def compile_ours(block: nn.Module, inputs: tuple[Tensor, ...]) -> autoshard.Shar
 
 
 def step_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], list[Tensor]]:
-    """One forward and backward, and what has gradients to be dropped before each."""
+    """Return one forward and backward, and the tensors whose gradients are dropped before each run."""
 
     def step() -> Any:
         loss = module(*inputs)
@@ -82,7 +83,7 @@ def predict_s(length: int, device: Device) -> float:
 
 
 def generated_cases(device: Device, length: int = 2048) -> Iterator[Case]:
-    """The kernels that are generated for the block, each beside its group in ordinary operators."""
+    """Return the kernels generated for the block, each beside its group in ordinary operators."""
     phased = GenerateKernels(device)(SplitPhases()(FuseKernels()(llama_block(length=length))))
     targets = [node.target for phase in (phased.forward, phased.backward) for node in phase.graph.nodes]
     for target in dict.fromkeys(targets):
@@ -92,7 +93,7 @@ def generated_cases(device: Device, length: int = 2048) -> Iterator[Case]:
 
 
 def _generated_case(kernel: GeneratedKernel) -> Case:
-    """On operands of ones, as some are denominators, indices or flags."""
+    """Return a case on operands of ones, because some operands are denominators, indices or flags."""
     group = kernel.group
     place = torch.get_default_device()
     operands = [value.empty(place) for value in group.operands]

@@ -36,14 +36,15 @@ class Case:
 
     Args:
         name: kernel and shape.
-        ours, plain: the kernel, and the same in ordinary operators; no arguments. In an attention `plain` makes what is
-            timed, under the backend that is to be timed.
-        moved_bytes: what has to be read and written.
-        products: the products of matrices, where these bound.
-        attention: the shape, of an attention.
-        leaves, grad: where `plain` is differentiated too: by what, with which gradient of its result.
-        liger: the same by Liger-Kernel, where it has it.
-        compiles: whether `torch.compile` is to be timed: not where `plain` is one library call or runs on the host.
+        ours, plain: the kernel, and the same function in ordinary operators, without arguments. For an attention
+            `plain`
+            makes the timed function under a backend.
+        moved_bytes: bytes to read and write.
+        products: matrix products that bound the time, if any.
+        attention: the shape of an attention.
+        leaves, grad: the leaves and the output gradient, if `plain` is differentiated too.
+        liger: the same function by Liger-Kernel, if available.
+        compiles: whether `torch.compile` is timed; not for a single library call or a function on the host.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Case:
         return device.launch_latency_s + memory_time(self.moved_bytes, device)
 
     def run_plain(self, plain: Callable[[], Any]) -> Any:
-        """`plain`, or a compiled form of it, with its gradients where these are asked for."""
+        """Run `plain`, or a compiled form, with its gradients on request."""
         result = plain()
         return torch.autograd.grad(result, self.leaves, self.grad) if self.leaves else result
 

@@ -1,7 +1,7 @@
-"""Cases of `tests.benchmarks.gpu_kernels`: every kernel on the sizes of Llama 3 8B (of Mixtral 8x7B for experts).
+"""Cases of `tests.benchmarks.gpu_kernels`: every kernel on the sizes of Llama 3 8B, and of Mixtral 8x7B for experts.
 
-Tokens are 8,192, in bfloat16. A case makes its inputs on the default device when it is asked for; on the meta device it
-is a dry run.
+There are 8,192 tokens in bfloat16. A case makes its inputs on the default device when called; on the meta device the
+case is a dry run.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _linear_cross_entropy() -> Iterator[Case]:
 
 
 def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
-    """Cases of one of eight ranks with a split vocabulary."""
+    """Return cases of one of eight ranks with a split vocabulary."""
     columns = CLASSES // ranks
     logits, indices = draw(TOKENS, columns), torch.randint(0, columns, (TOKENS,))
     elsewhere, ignored = torch.zeros(TOKENS, dtype=torch.bool), torch.zeros(TOKENS, dtype=torch.bool)
@@ -301,7 +301,7 @@ def _optimizer(count: int = 16) -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All comparisons of hand-written kernels; each makes its inputs when it is asked for."""
+    """Return all comparisons of handwritten kernels; each makes its inputs when called."""
     for group in (_pointwise, _norms, _added_norms, _rotary, _softmax, _cross_entropy, _linear_cross_entropy,
                   _split_cross_entropy, _optimizer):  # fmt: skip
         yield from group()

@@ -1,17 +1,16 @@
-"""Kernels beside Liger-Kernel, torch.compile and eager on this machine's GPU: medians, side by side in one process.
+"""Time kernels beside Liger-Kernel, torch.compile and eager on this machine's GPU: medians in one process.
 
     make gpu-bench        (or: python -m tests.benchmarks.gpu_kernels --only 'attention*' --output page.md)
     python -m tests.benchmarks.gpu_kernels --dry-run --device h200
 
-Each implementation runs on the same inputs, in bfloat16, after a warm-up; the cache of the device is emptied between
-runs (`triton.testing.do_bench`). Beside the times stand what the cost model predicts, and the bandwidth that ours
-reaches, as a share of what copying a tensor reaches on this device. Attention is compared with each of torch's
-backends, and the fastest counts. Forward and backward are timed apart, but for cross-entropy, whose gradient
-Liger-Kernel computes in the forward. Liger-Kernel is optional (`gpu_liger.py`); blocks of Llama 3 8B come last.
+Each implementation runs on the same inputs in bfloat16 after a warm-up. The device's cache is emptied between runs
+(`triton.testing.do_bench`). Beside the times stand the cost model's prediction and our bandwidth, as a share of a
+tensor copy's bandwidth on this device. Attention is compared with the fastest of torch's backends. Forward and backward
+are timed separately, except for cross-entropy, whose gradient Liger-Kernel computes in the forward. Liger-Kernel is
+optional (`gpu_liger.py`). Blocks of Llama 3 8B come last.
 
-The page is written anew after each row, with versions, date and the targets that are met. A dry run needs no GPU:
-every case runs on the meta device, which finds wrong calls and results of other shapes, and is listed with its
-predicted time.
+The page is written anew after each row, with versions, date and the met targets. A dry run needs no GPU. It runs every
+case on the meta device, finds wrong calls and wrong shapes, and lists each case with its predicted time.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ def copy_bandwidth(median: Median) -> float:
 
 
 class Bench:
-    """Times implementations, and notes those that fail: a GPU's time is dear, so the others are timed all the same.
+    """Time implementations, and note failures, so that expensive GPU time still measures the remaining cases.
 
     Args:
-        priced: the device that predictions are for.
+        priced: the device of the predictions.
         median: times a function.
         compiler: `torch.compile`.
     """
@@ -157,11 +156,11 @@ class Bench:
 
 
 def dry_run(priced: Device, lengths: Sequence[int] = LENGTHS) -> Table:
-    """Every case, run on the meta device, and every block, planned there, with predicted times.
+    """Run every case on the meta device, plan every block, and return rows with predicted times.
 
     Raises:
-        ValueError: a kernel's first result has another shape than what it is compared with.
-        TypeError: Liger-Kernel is installed, and takes other arguments.
+        ValueError: a kernel's first result and its reference have unlike shapes.
+        TypeError: an installed Liger-Kernel takes other arguments.
     """
     table = Table("kernel", "bound by", "predicted ms", "moves", "Liger", title=f"Dry run, predicted for {priced.name}")
     with torch.device("meta"):
@@ -178,7 +177,7 @@ def dry_run(priced: Device, lengths: Sequence[int] = LENGTHS) -> Table:
 
 
 def check(case: Case) -> None:
-    """Raise `ValueError` unless a kernel and what it is compared with give results of one shape."""
+    """Raise `ValueError` unless a kernel and its reference give results of one shape."""
     made = case.ours()
     plain = case.plain()() if case.kind is Kind.ATTENTION else case.run_plain(case.plain)
     shapes = [tuple((item[0] if isinstance(item, tuple) else item).shape) for item in (made, plain)]
@@ -211,7 +210,7 @@ def _rows(bench: Bench, priced: Device, only: str) -> Iterator[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, and write the page; or list what would be measured."""
+    """Measure and write the page, or list the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     day = time.strftime("%Y-%m-%d")
     parser.add_argument("--output", type=Path, default=_RESULTS / f"gpu_kernels_{day}.md", help="the page")

@@ -1,10 +1,10 @@
-"""Liger-Kernel's functions as `tests.benchmarks.gpu_kernels` runs them, where the package is installed.
+"""Liger-Kernel's functions for `tests.benchmarks.gpu_kernels`, if the package is installed.
 
-    pip install liger-kernel        (the signatures are those of 0.8.5)
+    pip install liger-kernel        (the signatures are of version 0.8.5)
 
-Hsu et al., "Liger Kernel: efficient Triton kernels for LLM training" (2024). It has no attention over whole sequences,
-no bias before a norm, and no permutation, grouped product or optimizer of its own. Some of its functions write over
-their inputs, so what they compute when run again differs; the work does not.
+Reference: Hsu et al., "Liger Kernel: efficient Triton kernels for LLM training" (2024). The package has no attention
+over whole sequences, no bias before a norm, and no permutation, grouped product or optimizer. Some functions overwrite
+their inputs. Repeated runs then compute other numbers with equal work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def version() -> str | None:
-    """The installed version; None where there is none."""
+    """Return the installed version, or None."""
     return importlib.metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
 
 
@@ -32,8 +32,8 @@ class Liger:
 
     Args:
         function: its name in `liger_kernel.ops`.
-        arguments: of its `apply`.
-        grads: of its first results; without, the forward is timed.
+        arguments: arguments of its `apply`.
+        grads: gradients of its first results; without gradients the forward is timed.
         with_forward: with `grads`, whether the forward is timed with the backward.
     """
 

@@ -1,9 +1,13 @@
-"""The page that `tests.benchmarks.gpu_kernels` writes: medians, rates, and which targets are met.
+"""The page of `tests.benchmarks.gpu_kernels`: medians, rates, and met targets.
 
-Targets are those of kernels on an H200: what memory bounds moves at 85 % or more of a copy's bandwidth, and is as fast
-as Inductor's and Liger-Kernel's; attention is 0.9 times as fast as the fastest of torch's backends; a Llama block
-trains 1.1 times as fast as under `torch.compile`; what products bound has no target but Liger-Kernel's time. Cases of
-less than 64 MiB are not judged by their bandwidth.
+Targets of kernels on an H200, by their bound:
+
+* Memory: at least 85 % of a copy's bandwidth, and as fast as Inductor and Liger-Kernel.
+* Attention: 0.9 times as fast as the fastest of torch's backends.
+* A Llama block: 1.1 times as fast in training as under `torch.compile`.
+* Products: the speed of Liger-Kernel.
+
+Bandwidth is not judged in cases of less than 64 MiB.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether it is."""
+        """Whether the target is met."""
         return self.reached >= self.least
 
     def __str__(self) -> str:
@@ -39,16 +43,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians in milliseconds, None where there is nothing to time or it failed, which `notes` then say.
+    """Medians in milliseconds, or None with an explanation in `notes`.
 
     Args:
-        name: of the case.
-        kind: what bounds it.
-        predicted_ms: by the cost model.
-        ours_ms, compiled_ms, eager_ms, liger_ms: of each; of attention, eager is torch's fastest backend.
-        moved_bytes, flops: of the case.
-        notes: what failed.
-        copy_bytes_per_s: measured, read and written.
+        name: name of the case.
+        kind: the bound of the case.
+        predicted_ms: time by the cost model.
+        ours_ms, compiled_ms, eager_ms, liger_ms: measured times; eager attention is torch's fastest backend.
+        moved_bytes, flops: sizes of the case.
+        notes: failures.
+        copy_bytes_per_s: measured bandwidth of a copy, read plus written.
     """
 
     name: str
@@ -78,7 +82,7 @@ class Row:
         return self.rate / self.copy_bytes_per_s
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The targets that can be judged."""
+        """Return the targets that can be judged."""
         return tuple(self._verdicts())
 
     def _verdicts(self) -> Iterator[Verdict]:
@@ -105,7 +109,7 @@ class Row:
 
 
 def page(facts: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """The page, as Markdown: facts, how many targets are met, the table, and what failed."""
+    """Return the page as Markdown: facts, number of met targets, the table, and failures."""
     verdicts = [verdict for row in rows for verdict in row.verdicts()]
     met = sum(verdict.is_met for verdict in verdicts)
     lines = [

@@ -1,13 +1,14 @@
-"""Training steps on one GPU: compiled by autoshard, by hand in PyTorch, and under `torch.compile`, side by side.
+"""Training steps on one GPU: compiled by autoshard, by hand in PyTorch, and under `torch.compile`.
 
     python -m tests.benchmarks.gpu_training                     (make gpu-bench runs it too)
     python -m tests.benchmarks.gpu_training --models llama --contenders 'eager,ours' --output page.md
 
-Models of transformers with random weights in bfloat16, a fused AdamW on all sides. Contenders take turns in one
-process: in each round every one runs a few steps, of which the time is read once the device is done. Beside the
-medians stand the peak of allocated memory of a step (a contender's own state and what the step takes), the loss of the
-fourth step, which must be the same on all sides but for rounding, the seconds until the third step is done, compilation
-included, and what the plan predicted. `--tiny` runs small models on a CPU, as a test of the benchmark.
+Models of transformers have random weights in bfloat16, and AdamW is fused for all contenders. Contenders take turns in
+one process. In each round every contender runs a few steps, timed until the device is done.
+
+The page shows medians, the plan's prediction, and the peak of allocated memory of a step with the contender's own
+state. It shows the loss of the fourth step, which must agree but for rounding, and the seconds until the third step is
+done, compilation included. `--tiny` runs small models on a CPU, as a test of the benchmark.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Training:
     """A model and the batch of a step.
 
     Args:
-        make: the model, on the default device.
-        vocabulary: of the batch's words.
+        make: makes the model on the default device.
+        vocabulary: number of words of the batch.
         batch, tokens: sequences of a step, and their length.
     """
 
@@ -59,12 +60,12 @@ class Found:
     """The measures of one contender.
 
     Args:
-        ready_s: until its third step was done.
-        times_ms: of a step, one per round.
-        peak_bytes: of its state and a step.
-        loss: of its fourth step.
-        predicted_ms: of ours.
-        error: why it did not run.
+        ready_s: seconds until the third step was done.
+        times_ms: time of a step in each round.
+        peak_bytes: peak of its state and a step.
+        loss: loss of its fourth step.
+        predicted_ms: prediction of our plan.
+        error: reason of a failure.
     """
 
     ready_s: float = 0.0
@@ -113,7 +114,7 @@ def _by_hand(model: nn.Module, forward: Callable[..., Any]) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """Our step, called as the others are."""
+    """Our step, with the interface of the other contenders."""
 
     step: Any
 
@@ -188,7 +189,7 @@ class Race:
             found.predicted_ms = 1e3 * step.step.plan.predicted.step_time_s
 
     def round(self, index: int) -> None:
-        """Every contender runs a few steps; each second round in the other order."""
+        """Run a few steps of every contender; each second round reverses the order."""
         names = list(self._steps)
         for name in names if index % 2 else names[::-1]:
             self._wait()

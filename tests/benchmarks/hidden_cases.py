@@ -1,4 +1,4 @@
-"""Four plans of a Llama on two ranks whose communication is to be hidden: what each splits over the axis."""
+"""Four plans of a Llama on two ranks whose communication can be hidden, each with another split over the axis."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ AXIS = "model"
 WORDS = 256
 
 LINKED = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=2, devices_per_node=1)
-"""Two ranks whose processors wait for the link between them: of one machine they would be busy with it."""
+"""Two ranks whose processors wait for the link, unlike ranks of one machine, which are busy with messages."""
 
 
 def llama(layers: int, hidden: int) -> nn.Module:
-    """A Llama with a head of its own, and the same random weights at each call."""
+    """Return a Llama with an untied head, and equal random weights at each call."""
     return build("llama", layers=layers, width=hidden, inner=2 * hidden, heads=4, words=WORDS)
 
 
 def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random words, the same on every rank."""
+    """Return random words, equal on every rank."""
     words = torch.randint(0, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": words, "labels": words.clone()}
 

@@ -1,10 +1,11 @@
-"""How much of a step's communication is hidden: four plans of a small Llama on two Gloo processes behind a slow link.
+"""Share of a step's communication that is hidden: four plans of a Llama on two Gloo processes on a slow link.
 
     python -m tests.benchmarks.hidden_share [--steps 3]
 
-Twice for each plan: by a clock that counts the products which a process runs (exact, whatever the load; the link takes
-0.4 of what products take), and by the machine's time behind a link of 1 ms and 100 MB/s (medians over steps). The part
-to hide is the part that products of the same phase could, in any order (`tests.end_to_end.work_clock.hideable_s`).
+Each plan is measured twice. The first clock counts the products of a process, exactly under any load, and the link
+takes 0.4 of the products' time. The second clock is the machine's, with a link of 1 ms and 100 MB/s (medians over
+steps). The hideable part is the time of products of the same phase, in any order
+(`tests.end_to_end.work_clock.hideable_s`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LINK = Link(1e-3, 1e8)
 
 
 def _counted(name: str) -> dict[str, float]:
-    """By the clock of products."""
+    """Measure by the clock of products."""
     simulated = compiled(name, model())
     simulated(**batch(*SIZES[name]))
     _, plain = programs_of(simulated)
@@ -48,7 +49,7 @@ def _counted(name: str) -> dict[str, float]:
 
 
 def _timed(name: str, steps: int) -> dict[str, float]:
-    """By the machine's time."""
+    """Measure by the machine's clock."""
     mesh = delayed_mesh({AXIS: 2}, {AXIS: LINK})
     step = compiled(name, model(), mesh)
     step(**batch(*SIZES[name]))

@@ -1,9 +1,9 @@
-"""Registers, shared memory and spills of every kernel, compiled for GPUs on this machine, which needs none.
+"""Registers, shared memory and spills of every kernel, compiled for GPUs on a machine without a GPU.
 
     python -m tests.benchmarks.kernel_resources [sm_80,sm_90,gfx942] [typical | all] [gpt,llama,... | none]
 
-prints them as Markdown: hand-written kernels at usual or all sizes, and those that are generated for models, by
-`tests.kernels.compiled_kernels`.
+Prints Markdown for handwritten kernels at usual or all sizes, and for kernels generated for models
+(`tests.kernels.compiled_kernels`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(architectures: str = ",".join(ARCHITECTURES), sizes: str = "typical", m
 
 
 def _table(size: str, architectures: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines of a table with a row for each kernel and size: the most that any of its compilations uses."""
+    """Return a table with a row for each kernel and size, with the maxima over its compilations."""
     found: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for row in rows:
         used = (row["registers"], row["shared_bytes"], row["spilled_bytes"])

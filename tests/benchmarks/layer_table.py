@@ -1,9 +1,9 @@
 """Layer classes of the published runs' models, counted once and kept on disk.
 
-Tracing and counting are nearly all of the time of a report, and depend neither on the cost models nor on the numbers of
-a recipe: only on the model's shape, the kind of recipe (`RecipeKind`), torch, and the code that traces, propagates and
-counts. A file is named by a digest of the first three and of the counting passes; after a change to tracing or to the
-rules pass `recount=True`, which reads nothing.
+Tracing and counting take nearly all time of a report. They depend on the model's shape, the kind of recipe
+(`RecipeKind`), torch, and the code that traces, propagates and counts. They depend neither on cost models nor on the
+numbers of a recipe. A file's name is a digest of the first three and of the counting passes. After a change to tracing
+or to the rules pass `recount=True`, which reads no file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _Counts = tuple[tuple[str, ...], int, Mapping[str, LayerClass]]
 
 @dataclass
 class LayerTable:
-    """Models whose layer classes come from disk, or are counted and put there.
+    """Models whose layer classes come from disk, or are counted and written.
 
     Args:
-        folder: where files are kept; it is made if it is not there.
-        recount: count everything anew.
+        folder: folder of the files, made if missing.
+        recount: count all models anew.
     """
 
     folder: Path = FOLDER

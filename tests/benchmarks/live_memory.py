@@ -1,4 +1,4 @@
-"""Measure the memory that tensors of this process take, operator by operator: what an allocator's peak is on a GPU."""
+"""Measure the memory of this process's tensors operator by operator, like an allocator's peak on a GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autoshard.runtime.agreement.digests import table_on
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of living storages: those that operators return while it is active, and those given to it.
+    """Count the bytes of living storages: results of operators within this context, and given storages.
 
-    Memory that a kernel allocates and frees inside one operator is not seen.
+    Memory that a kernel allocates and frees inside one operator is not counted.
 
     Args:
-        held: tensors that live already: parameters, buffers, inputs.
-        apart: tensors that are not counted, nor what views them.
+        held: living tensors: parameters, buffers, inputs.
+        apart: tensors that are not counted, with their views.
     """
 
     def __init__(self, held: Iterable[Tensor] = (), apart: Iterable[Tensor] = ()) -> None:
@@ -55,11 +55,10 @@ class LiveMemory(TorchDispatchMode):
 
 
 def peak_bytes_of(step: Any, held: Iterable[Tensor]) -> int:
-    """The largest number of bytes in use while `step()` runs, `held` included: the least of three runs.
+    """Return the largest number of bytes in use during `step()` with `held`, the least of three runs.
 
-    Gloo's threads hold the tensors of a collective a moment longer than its result is waited for; in one step of a
-    hundred long enough to be counted. The table by which ranks digest what they compare is left out: it is the
-    process's, no step makes it.
+    Gloo's threads hold the tensors of a collective a moment beyond the wait, long enough to count in one step of a
+    hundred. The table by which ranks digest their comparisons is left out, because the table belongs to the process.
     """
     held = [tensor.detach() for tensor in held]
     tables = [table_on(device) for device in {tensor.device for tensor in held}]

@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results" / "local_plans.json"
 
 
 def write_interval(path: Path = RESULTS) -> Uncertainty:
-    """The uncertainty that the plans of a results file bear out; it is written to the data file."""
+    """Write the uncertainty of the plans of a results file to the data file."""
     found = json.loads(path.read_text(encoding="utf-8"))
     errors = [math.log(row["predicted_s"] / row["measured_s"]) for row in found["rows"]]
     uncertainty = conformal(errors)

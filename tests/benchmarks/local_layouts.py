@@ -1,8 +1,8 @@
-"""The plans that `tests.benchmarks.local_plans` runs: small models, and layouts that differ in time by a factor.
+"""The plans of `tests.benchmarks.local_plans`: small models, and layouts whose times differ by a factor.
 
-A layout is what a planner chooses under constraints on parameters and inputs, for this machine or for one with other
-links: for links that are much slower it copies and computes twice, for faster ones it splits all it can. Either way it
-is priced for the machine as it is.
+A layout is a planner's choice under constraints on parameters and inputs, for this machine or for other links. For much
+slower links the planner copies and computes twice; for faster links it splits as much as possible. The layout is always
+priced for the real machine.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ class Layout:
     """The request for a plan.
 
     Args:
-        mesh, constraints: of the plan.
-        link_speed: the planner takes links to be so many times as fast as they are.
-        memory: limit as a multiple of the least that any plan needs; None: no limit.
-        drawn: a seed by which the planner's costs are garbled, the more the larger it is, so that the plan is like no
-            expert's; 0: they are not.
+        mesh, constraints: mesh and constraints of the plan.
+        link_speed: factor by which the planner's links are faster than the real links.
+        memory: limit as a multiple of the least memory of any plan; None: no limit.
+        drawn: seed of random changes of the planner's costs, larger for a larger seed; 0: no change.
     """
 
     name: str
@@ -128,7 +127,7 @@ def layouts(model: str, ranks: int) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayout:
-    """A layout with what was chosen for it: its plan for any measurement of the machine."""
+    """A layout with its plan for any measurement of the machine."""
 
     planning: PlanningProblem
     choice: tuple[int, ...]
@@ -176,7 +175,7 @@ def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
 
 
 def _with_links(cluster: autoshard.Cluster, speed: float) -> autoshard.Cluster:
-    """The same cluster with links that are faster in every respect."""
+    """Return the same cluster with links that are faster in every respect."""
     link = cluster.node.intra
     measured = tuple(
         replace(

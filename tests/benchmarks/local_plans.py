@@ -1,20 +1,21 @@
-"""Predicted beside measured: step time and peak memory of plans that run on this machine's cores, over Gloo.
+"""Predicted and measured step time and peak memory of plans on this machine's cores over Gloo.
+
+Run::
 
     python -m tests.benchmarks.local_plans            both models on 2 and on 4 ranks, about half an hour
     python -m tests.benchmarks.local_plans --ranks 4 --models gpt --part 1/2 --save
                                                       a part of it; --save merges its rows into results/local_plans.json
     python -m tests.benchmarks.local_plans --report   all rows that are saved, and the figures over them
 
-1. The ranks measure the machine together (`cost_models.calibration`), each time that they are started.
-2. The layouts of `tests.benchmarks.local_layouts` are searched on what was measured, and compiled.
-3. All plans run in turns, round after round, so that what else the machine does falls on all of them alike. A step is
-   forward and backward; its time is the slowest rank's; of the rounds, the median counts. Time of other processes on
-   the machine meanwhile is written beside it.
-4. A shared machine changes its speed by the minute: products ran at 95, 107 and 129 GFLOP/s in three calibrations in a
-   row. So it is measured again after each block of rounds, and the plans are priced for the mean of all.
+1. The ranks measure the machine together (`cost_models.calibration`) at each start.
+2. The layouts of `tests.benchmarks.local_layouts` are searched on the measurement, and compiled.
+3. All plans run in turns, so that other work on the machine slows all plans equally. A step is forward and backward.
+   Its time is the slowest rank's, in the median of the rounds. The time of other processes is written beside.
+4. A shared machine changes its speed by the minute: products ran at 95, 107 and 129 GFLOP/s in three calibrations. The
+   machine is measured after each block of rounds, and plans are priced for the mean.
 
-Targets: rank correlation at least 0.9, mean absolute error at most 15 %, the fastest plan among the predicted three
-fastest; predicted peak memory within 5 % of what is measured (`tests.benchmarks.live_memory`).
+Targets of times: rank correlation at least 0.9, mean absolute error at most 15 %, and the fastest plan among the
+predicted three fastest. The predicted peak memory is within 5 % of the measured peak (`tests.benchmarks.live_memory`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from tests.benchmarks.live_memory import peak_bytes_of
 from tests.benchmarks.local_layouts import MODELS, ChosenLayout, Layout, choose_layout, layouts
 
 BLOCKS, ROUNDS = 2, 3
-"""Rounds are run in blocks; the machine is measured before the first and after each."""
+"""Rounds run in blocks; the machine is measured before the first block and after each block."""
 RESULTS = Path(__file__).parent / "results" / "local_plans.json"
 
 
@@ -84,7 +85,7 @@ class _Run:
 
 
 def measure(model: str, part: tuple[int, int], budget_s: float) -> list[dict[str, Any]]:
-    """Run on every rank: rows of the plans of a part (which, of how many), the same on each."""
+    """Return the rows of the plans of a part (index, count), equal on every rank; every rank calls this function."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     passes = [calibrate(budget_s=budget_s)]
@@ -130,7 +131,7 @@ def _shared(of_first: Any) -> Any:
 
 
 def _chosen(name: str, wanted: Sequence[Layout], cluster: autoshard.Cluster) -> list[tuple[Layout, ChosenLayout]]:
-    """Choose a plan for each layout, without those that equal an earlier plan."""
+    """Choose a plan for each layout, and leave out repeated plans."""
     model, inputs = MODELS[name]()
     program = tracing.trace(model, (), inputs, grad=True)
     found: dict[tuple[str, tuple[int, ...]], tuple[Layout, ChosenLayout]] = {}
@@ -178,7 +179,7 @@ def _maximum(value: float) -> Any:
 
 
 def _busy_s() -> tuple[float, float, float]:
-    """Clock, seconds that the machine's cores have worked, and those that all ranks have."""
+    """Return the clock, the worked seconds of the machine's cores, and the worked seconds of all ranks."""
     ours = torch.tensor(time.process_time(), dtype=torch.float64)
     dist.all_reduce(ours)
     user, nice, system, _, _, interrupts, soft, *_ = (
@@ -222,7 +223,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """`summary` of each model on each number of ranks, of each number of ranks, and of all."""
+    """Return the `summary` of each model and number of ranks, of each number of ranks, and of all rows."""
     groups = {f"{row.model} on {row.ranks} ranks": (row.model, row.ranks) for row in rows}
     found = {
         name: summary([row for row in rows if (row.model, row.ranks) == key]) for name, key in sorted(groups.items())
@@ -253,7 +254,7 @@ def table_of(rows: Iterable[Row]) -> Table:
 
 
 def main() -> None:
-    """Measure, print, and save if asked."""
+    """Measure, print, and save on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -283,7 +284,7 @@ def _saved() -> list[Row]:
 
 
 def _save(rows: Sequence[Row]) -> None:
-    """Merge rows into the file: of the same plan, the new one counts."""
+    """Merge rows into the file; a new row replaces the row of the same plan."""
     merged = {(row.model, row.ranks, row.mesh, row.layout): row for row in (*_saved(), *rows)}
     kept = sorted(merged.values(), key=lambda row: (row.model, row.ranks))
     document = {

@@ -1,14 +1,14 @@
-"""Plans as memory grows from far too small to plentiful: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
+"""Plans from too little to plentiful memory: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
 
 Run: python -m tests.benchmarks.memory_sweep [--time-budget 20] [--shares 0.2 0.3 ...] [--layers 4] [--apart] [--json]
      python -m tests.benchmarks.memory_sweep --recipes [--limits 20] [--sequence 4096] [--json]
 
-Limits are shares of what the fastest plan without a limit takes. The program is traced and enumerated once, with all
-its blocks; each search begins with the plan of the limit below, so that no row is slower than the one above. With
---apart each is a search of its own: where a row is then slower than the one above, its gap is to explain it.
+Limits are shares of the memory of the fastest plan without a limit. The program with all its blocks is traced and
+enumerated once. Each search begins with the plan of the previous limit, so no row is slower than the row above. With
+--apart each search is independent, and the gap explains a slower row.
 
-With --recipes: recipes of the whole Llama-3 8B, 64 sequences a step, at limits from nine tenths of the least that any
-takes to what the fastest of all takes, evenly by ratio. Each search is proven, so no row is slower than the one above.
+With --recipes the recipes of Llama-3 8B for 64 sequences a step are searched. Limits range evenly by ratio from nine
+tenths of the least need to the fastest recipe's need. Each search is proven, so no row is slower than the row above.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One limit: bytes, and what the plan does; seconds are None where nothing fits.
+    """One limit in bytes, with its plan; seconds are None without a plan.
 
     Args:
-        smallest_bytes: what would fit, where nothing does.
-        gap: how far the objective may be from the least one.
-        layouts: words for where parameters lie, with their shares.
-        recomputed, offloaded: of how many nodes that might be.
+        smallest_bytes: the memory that would fit, without a plan.
+        gap: largest distance of the objective from its minimum.
+        layouts: names of the parameters' layouts, with their shares.
+        recomputed, offloaded: numbers of nodes, beside the numbers of candidates.
     """
 
     limit_bytes: float
@@ -67,7 +67,7 @@ class Row:
 
 
 def llama(layers: int, sequence: int, batch: int) -> tuple[Decoder, torch.Tensor]:
-    """A decoder as wide as Llama-3 8B, and tokens for it, on meta."""
+    """Return a decoder as wide as Llama-3 8B and its tokens, on meta."""
     shape = DecoderShape(
         layers=layers, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=True, vocab=128256,
         sequence=sequence, tied=False, learned_positions=False, norm_bias=False, bias=False, dropout=0.0,
@@ -89,7 +89,7 @@ def model_problem(cluster: Cluster, sequence: int, layers: int) -> PlanningProbl
 def sweep(
     planning: PlanningProblem, shares: Sequence[float], time_budget_s: float, *, apart: bool = False
 ) -> Iterator[Row]:
-    """A row for each share of what the fastest plan takes, the smallest first; `apart`: see the module's docstring."""
+    """Return a row for each share of the fastest plan's memory, the smallest first; `apart`: see the module."""
     options = PlanOptions()
     largest = float(planning.usage(solve(planning, options, {}).solution.choice).max())
     for share in sorted(shares):
@@ -145,7 +145,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class RecipeRow:
-    """One limit, bytes, and the fastest recipe that fits in words; seconds are None where none does."""
+    """One limit in bytes and the fastest fitting recipe in words; seconds are None without a recipe."""
 
     limit_bytes: float
     step_s: float | None = None
@@ -154,7 +154,7 @@ class RecipeRow:
 
 
 def sweep_recipes(cluster: Cluster, sequence: int, limits: int) -> Iterator[RecipeRow]:
-    """A row for a limit that is too small, and for several from the least that fits to plenty."""
+    """Return a row for a limit that is too small, and for several limits from the least need to plenty."""
     model, tokens = llama(32, sequence, 1)
     base = Execution(global_batch=8 * cluster.size)
     problem = recipe_problem(

@@ -1,14 +1,15 @@
-"""Wrong programs beside the verifier: none that computes another number may be accepted, no right one refused.
+"""Wrong programs against the verifier: no program with other numbers is accepted, and no right program refused.
 
 Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--layout tensor ...]
      [--folder FOLDER] [--out PAGE]
 
-Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. The
-verifier is asked first. An accepted mutant is run on the simulator beside the right program, in float64 on
-generic inputs with NaN in all padding, two micro-batches for mutants of phases. One in ten refused mutants is run,
-to count how many of them change a number. Programs with kernels or a precision run in float32 and bfloat16, and every
-rounding counts as a change. A part is one program; its results are kept in FOLDER, and a part that is there already is
-not drawn again. The page is printed, and written with --out.
+Programs are `tests.passes.families` under `tests.passes.layouts`, and `tests.passes.mutants` draws mutants. The
+verifier judges first. An accepted mutant runs on the simulator beside the right program, in float64 on random inputs
+with NaN in all padding. Mutants of phases run two micro-batches.
+
+One in ten refused mutants runs, to count the harmful mutants. Programs with kernels or a precision run in float32 and
+bfloat16, and any rounding counts as a change. A part is one program. FOLDER keeps its results, and finished parts do
+not run. The page is printed, and written with --out.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ from tests.passes.mutant_runs import Run, run_of
 from tests.passes.mutants import Mutant, draw_mutant, mutate_order
 
 Proven = tuple[PhasedProgram, Program, Run]
-"""A right program, its trace, and what it computes of generic inputs."""
+"""A right program, its trace, and its results on random inputs."""
 
 SAMPLED = 10
-"""Refused mutants for each one that is run."""
+"""Refused mutants for each run mutant."""
 
 ORDERS = 20
-"""Mutants of a whole step for each one that runs its micro-batches in another order."""
+"""Mutants of a whole step for each mutant of the order of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """Programs, and how mutants are drawn of them.
+    """Programs, and the drawing of their mutants.
 
     Args:
-        name: of the module that runs it, and of its page.
-        title: of the page.
-        count: mutants in all, if nothing is said.
-        sampled: of refused mutants one in so many is run.
+        name: name of the running module, and of its page.
+        title: title of the page.
+        count: default number of mutants.
+        sampled: one in this many refused mutants is run.
         families, layouts: each family under each layout is a program.
-        prove: makes such a program, which is proven.
+        prove: makes and proves a program.
         draw: a mutant of a family under a layout, and its number.
     """
 
@@ -85,10 +86,10 @@ class Part:
     """The outcome of the mutants of one program.
 
     Args:
-        drawn, accepted, run, changing: of each place and kind: how many mutants were drawn, were accepted by the
-            verifier, were run though refused, and of these how many compute another number.
-        holes: accepted mutants that compute another number.
-        seconds: for verifying and running mutants, without making the program.
+        drawn, accepted, run, changing: numbers for each place and kind of mutants: drawn, accepted by the verifier, run
+            although refused, and harmful among the run mutants.
+        holes: accepted mutants that compute other numbers.
+        seconds: seconds of verifying and running mutants, without making the program.
     """
 
     family: str
@@ -102,7 +103,7 @@ class Part:
     seconds: float = 0.0
 
     def add(self, mutant: Mutant, name: str, refused: bool, changes: bool | None) -> None:
-        """Count a mutant; `changes` is None where it was not run."""
+        """Count a mutant; `changes` is None for a mutant that was not run."""
         kind = f"{mutant.place} {mutant.kind}"
         self.drawn[kind] += 1
         self.accepted[kind] += not refused
@@ -124,7 +125,7 @@ def attack(
 ) -> Part:
     """Draw mutants `first` to `first + count` of one program; the right program must be accepted.
 
-    One in `sampled` refused mutants is run, or as many as the campaign says.
+    One in `sampled` refused mutants runs, by default the campaign's number.
 
     Raises:
         VerificationError: the right program was refused.
@@ -145,14 +146,14 @@ def attack(
 
 
 def _draw(family: str, layout: str, number: int, random: Random) -> Mutant:
-    """A mutant of a program; of one with an update one in so many is of the order of its micro-batches."""
+    """Draw a mutant of a program; some mutants of programs with updates change the order of micro-batches."""
     phased = phased_of(family, layout)
     of_order = mutate_order(phased, random) if number % ORDERS == ORDERS - 1 else None
     return of_order or draw_mutant(phased, random)
 
 
 def prove(family: str, layout: str) -> Proven:
-    """A right program, which is proven, with its trace and what it computes of generic inputs."""
+    """Return a proven right program with its trace and its results on random inputs."""
     return proven(family, phased_of(family, layout), program_of(family, layout))
 
 

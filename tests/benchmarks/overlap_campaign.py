@@ -1,13 +1,12 @@
-"""Wrong programs of the passes of overlap beside the verifier: none that computes another number, or hangs, may pass.
+"""Wrong programs of the overlap passes against the verifier: no mutant with other numbers or a hang is accepted.
 
 Run: python -m tests.benchmarks.overlap_campaign --count 2000 --seed 0 [--jobs 2] [--family gpt] [--layout ZeRO-1 ...]
      [--folder FOLDER] [--out PAGE]
 
-This is `tests.benchmarks.mutation_campaign` for programs whose collectives lie in the fewest buckets and are
-waited for as late as they may. Mutants (`tests.passes.overlap_mutants`) are wrong in their phases, in the update as it
-is written in place, or on one rank alone. Beside the right program they run with what is in flight guarded
-(`tests.passes.in_flight`): what is read too early, or sent from memory that is written meanwhile, is NaN. A rank that
-sends something else in its turn than the others do would hang, or be answered wrongly, which counts as another number.
+The campaign is `tests.benchmarks.mutation_campaign` for programs with the fewest buckets and the latest waits. Mutants
+(`tests.passes.overlap_mutants`) are wrong in their phases, in the in-place update, or on one rank alone. They run
+beside the right program with guarded messages (`tests.passes.in_flight`): early reads, and messages from overwritten
+memory, are NaN. A rank that sends another message in its turn would hang or get a wrong answer, and counts as changed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def with_buckets(family: str, plan: str) -> PhasedProgram:
 
 
 def prove_in_buckets(family: str, plan: str) -> Proven:
-    """A right program in buckets, which is proven, in its update as it is written in place too."""
+    """Return a right program in buckets, proven together with its in-place update."""
     phased = with_buckets(family, plan)
     if phased.update is not None:
         written = in_place(phased).update

@@ -1,13 +1,13 @@
-"""Memory of each rank of a pipeline, measured beside what its plan predicts: at the peak, and in flight.
+"""Measured and predicted memory of each rank of a pipeline, at the peak and in flight.
 
-In flight is what micro-batches between forward and backward hold: what forwards save, and what the first halves of cut
-backwards keep for the second. It is counted behind each task, by storages, without parameters, state and inputs. The
-peak is the most that operators have in use at once (`tests.benchmarks.live_memory`). Neither depends on how busy the
-machine is. A Llama of 8 layers takes a step of 8 micro-batches, with AdamW, under each schedule.
+Memory in flight belongs to micro-batches between forward and backward: values that forwards save, and values that the
+first halves of cut backwards keep. It is counted behind each task by storages, without parameters, state and inputs.
+The peak is the largest memory of operators (`tests.benchmarks.live_memory`). Neither depends on the load of the
+machine. A Llama of 8 layers takes a step of 8 micro-batches, with AdamW, under each schedule.
 
     python -m tests.benchmarks.pipeline_memory [--ranks 2 4] [--schedules 1F1B ...] [--markdown FILE]
 
-Exit status 1 if a rank differs by more than 5 %.
+The exit status is 1 if a rank differs by more than 5 %.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class InFlight:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, each task of a step is followed by a count."""
+        """Within this context, a count follows each task of a step."""
         count, saved = self._count, ProgramRun.run_task
 
         def run_task(self: ProgramRun, task: StageTask) -> None:
@@ -110,7 +110,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def measure(step: Any, model: nn.Module, inputs: Mapping[str, Tensor]) -> Memory:
-    """Memory of this rank in a second step; all ranks call it."""
+    """Measure this rank's memory in a second step; all ranks call this function."""
     step(**inputs)
     state = _tensors([list(entry.values()) for entry in step.optimizer.state.values()])
     program, rank = step.sharded.program, dist.get_rank()
@@ -141,7 +141,7 @@ def _llama() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _of_llama(name: str, folder: Path) -> None:
-    """Measure a schedule on this rank, and write it down."""
+    """Measure a schedule on this rank, and write the result."""
     model, inputs = _llama()
     step = autoshard.compile(
         *(model, Mesh({"pipeline": dist.get_world_size()})),

@@ -1,14 +1,15 @@
-"""Step times of our pipelines beside those of `torch.distributed.pipelining` with the same stages.
+"""Step times of our pipelines beside `torch.distributed.pipelining` with the same stages.
 
     python -m tests.benchmarks.pipeline_time [--links loopback delayed 1gbit] [--schedules 1F1B interleaved]
         [--micro-batches 4 8] [--rounds 12] [--markdown FILE]
 
 Two ranks of one thread, each pinned to a core, train a Llama; see `tests.benchmarks.pipeline_worker`. Both contenders
-run in the same processes and take turns, in an order that changes with each round. Links: loopback; `delayed`, the
-process group of `autoshard.testing.delayed_mesh`; a rate (`1gbit`), two emulated hosts, which takes root.
+run in the same processes and take turns, in an order that changes with each round. Links are loopback, `delayed` (the
+process group of `autoshard.testing.delayed_mesh`), or a rate such as `1gbit` (two emulated hosts, as root).
 
-The ratio is ours over torch's. For step times (the slowest rank's) it is the median of pairs. For processor times it is
-that of minima, ranks added, which other processes disturb least. The target is 1.0; the first losses must agree.
+The ratio is ours over torch's. For step times (the slowest rank's) the ratio is the median of pairs. For processor
+times it is the ratio of minima summed over ranks, which other processes disturb least. The target is 1.0, and the first
+losses must agree.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def row_of(
     found: Mapping[str, Mapping[str, Any]],
     contenders: tuple[str, str] = (OURS, TORCH),
 ) -> Row:
-    """The figures of a case, of what its ranks found."""
+    """Return the figures of a case from its ranks' findings."""
     ours, rival = (found[name] for name in contenders)
     ratios = [mine / theirs for mine, theirs in zip(ours["times_s"], rival["times_s"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -109,7 +110,7 @@ LINKS = f"`{DELAYED}`: links of {LATENCY_S * 1e3:g} ms and {BANDWIDTH_BYTES_PER_
 
 
 def run_on(link: str, worker: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The findings of a worker's ranks that are joined by a link."""
+    """Return the findings of a worker's ranks on a link."""
     with nullcontext() if link in (LOOPBACK, DELAYED) else TwoHosts(link) as hosts:
         return run_order(worker, {**asked, "is_delayed": link == DELAYED}, RANKS, hosts)
 
@@ -130,14 +131,14 @@ def options_on_links(description: str | None, rounds: int) -> argparse.ArgumentP
 def report(
     rows: Iterable[Row], line: Callable[[Row], str], head: Callable[[str], Sequence[str]], name: str, page: Path | None
 ) -> int:
-    """Measure and print rows, write the page if asked for; 1 if the losses of a case differ.
+    """Measure and print rows, and write the page on request; return 1 if the losses of a case differ.
 
     Args:
-        rows: measured as they are asked for.
-        line: of a row.
-        head: the page before its rows, of the command.
-        name: of the benchmark.
-        page: where the page goes.
+        rows: yields rows, each measured when it is drawn.
+        line: formats a row.
+        head: the page in front of its rows, from the command.
+        name: name of the benchmark.
+        page: path of the page.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that emulated hosts are taken down
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # emulated hosts set theirs

@@ -1,8 +1,8 @@
-"""One rank of `tests.benchmarks.pipeline_time`: our pipeline and torch's take turns. Started by it.
+"""One rank of `tests.benchmarks.pipeline_time`, which races our pipeline with torch's.
 
-Both train a Llama of transformers with the same weights, by fused AdamW, and hold the same layers in each stage: our
-plan says which. Torch's stages are written by hand, as a user of `torch.distributed.pipelining` would at best: rotary
-tables and shapes are made once, outputs of the last stage are not collected, gradients are freed between steps.
+Both train a Llama of transformers with equal weights by fused AdamW, with the layers of each stage in our plan. Torch's
+stages are the best code of a user of `torch.distributed.pipelining`. Rotary tables and shapes are made once, outputs of
+the last stage are not collected, and gradients are freed between steps.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _torch(order: Mapping[str, Any], stages: Mapping[str, int]) -> Callable[[Any
 
 
 def _part(model: Any, stages: Mapping[str, int], number: int) -> Any:
-    """The modules of a stage, called one after another."""
+    """Return the modules of a stage in sequence."""
     import torch
     from torch import Tensor, nn
 

@@ -1,11 +1,11 @@
-"""How fast the plans of many cases are, and how long planning takes: one tree beside another.
+"""Speed of the plans of many cases, and time of planning, of one tree beside another tree.
 
 Run: python -m tests.benchmarks.plan_cases [--only gpt2 ...] [--out rows.jsonl] [--plans FOLDER] [--beside other.jsonl]
 
-A case is a model, a cluster or a mesh, a batch and a part of each device's memory: dense models, experts, encoders with
-decoders, vision and recurrent ones, on 8 to 16,384 devices. Each is planned in a process of its own, by one thread. To
-compare two trees, run the same cases in both and give the other tree's file to `--beside`. `price_plans` writes such a
-file of plans that another tree saved, priced by this one.
+A case is a model, a cluster or a mesh, a batch and a share of each device's memory. Models are dense, expert, encoder
+with decoder, vision and recurrent models on 8 to 16,384 devices. Each case is planned in a process of its own on one
+thread. To compare two trees, run the same cases in both trees, and pass the other tree's file to `--beside`.
+`price_plans` writes such a file for the plans of another tree, priced by this tree.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class PlanCase:
     """A planning task.
 
     Args:
-        model: its name, a key of the tables above.
+        model: name of the model, a key of the tables above.
         node: type of the nodes, of eight devices each.
-        nodes: how many.
+        nodes: number of nodes.
         batch: sequences of a step.
-        memory: part of each device's memory that plans may take.
+        memory: share of each device's memory that plans may take.
         axes: the mesh; empty: the whole cluster, and the planner chooses.
     """
 
@@ -228,7 +228,7 @@ def read_cases(path: Path) -> dict[str, PlannedCase]:
 
 
 def table(rows: Mapping[str, PlannedCase], beside: Mapping[str, PlannedCase]) -> Table:
-    """A line for each case; with the other tree's step and CPU seconds beside."""
+    """Return a line for each case, with the other tree's step and CPU seconds beside."""
     result = Table("case", "step s", "of other", "peak GiB", "MFU", "CPU s", "other CPU s", "planner GiB", "plan")
     for name, row in rows.items():
         other = beside.get(name)
@@ -247,7 +247,7 @@ def _ratios(rows: Mapping[str, PlannedCase], beside: Mapping[str, PlannedCase]) 
 
 
 def main(arguments: list[str]) -> None:
-    """Plan the cases and print them."""
+    """Plan the cases and print their rows."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.plan_cases")
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names")
     parser.add_argument("--out", type=Path, help="file to which a line of JSON is added for each case")

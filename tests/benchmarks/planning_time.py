@@ -1,15 +1,17 @@
-"""How long each stage of planning takes.
+"""Time of each stage of planning.
 
 Run: python -m tests.benchmarks.planning_time [--models big_bird t5 ...] [--search-seconds 5] [--large]
     [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60]
     [--backend triton] [--turns 7]
 
-Models of the zoo of up to 3,000 nodes on two axes, stage by stage; and with `--large` a Llama of over
-10,000 nodes, and a program of over 10,000 nodes no two layers of which have equal shapes (so that no call is like one
-before), on three axes: how long it takes to enumerate the strategies of all nodes. Times are CPU seconds of one thread,
-so that other work on the machine counts little. Then the deep models of `tests.benchmarks.deep_models`, whose specs are
-searched on a mesh, and those of `tests.benchmarks.recipe_time`, whose recipes are; any list may be empty. Last,
-what twice the layers add (`tests.benchmarks.depth_time`), in `--turns` turns.
+Models of the zoo with up to 3,000 nodes are planned on two axes, stage by stage. `--large` enumerates all strategies of
+two programs of over 10,000 nodes on three axes. One program is a Llama. In the second program no two layers have equal
+shapes, so no call repeats another call. Times are CPU seconds of one thread, so that other work on the machine counts
+little.
+
+The deep models of `tests.benchmarks.deep_models` follow, whose specs are searched on a mesh. Then come the models of
+`tests.benchmarks.recipe_time`, whose recipes are searched. Any list may be empty. The cost of doubled layers comes last
+(`tests.benchmarks.depth_time`), in `--turns` turns.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ THREE_AXES = Mesh({"data": 2, "model": 2, "expert": 2})
 
 @dataclass(slots=True)
 class Times:
-    """Seconds by stage, and the sizes of what was planned."""
+    """Seconds by stage, and sizes of the plan."""
 
     name: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class Times:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Take the time of what is done inside."""
+        """Time the code inside."""
         gc.collect()
         start = time.process_time()
         yield
@@ -78,7 +80,7 @@ class Times:
 
 
 def time_stages(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]], mesh: Mesh, search_s: float) -> Times:
-    """All stages of one model; `search_s` seconds at most for the search."""
+    """Time all stages of one model; the search takes at most `search_s` seconds."""
     times = Times(name)
     model, inputs = make()
     with times.stage("trace"):
@@ -124,7 +126,7 @@ def time_enumeration(times: Times, program: Program, mesh: Mesh) -> SearchSpace:
 
 
 class Uneven(nn.Module):
-    """Layers of attention-like products, each of another width."""
+    """Layers of products as in attention, each of another width."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

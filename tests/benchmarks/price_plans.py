@@ -1,10 +1,10 @@
-"""Price saved plans of `plan_cases` by this tree: step and memory of the programs that it lowers them to.
+"""Price saved plans of `plan_cases` by this tree: step and memory of the lowered programs.
 
 Run: python -m tests.benchmarks.price_plans FOLDER --out priced.jsonl [--only llama3-8b ...]
 
-The folder has the files that `plan_cases --plans FOLDER` wrote, here or in an older tree. Nothing is searched: specs,
-recomputation, stages and order are the file's. So the choices of two trees are compared by one composition: give the
-file to `plan_cases --beside`. A plan of another tree may need more memory here than it was given there.
+The folder has files of `plan_cases --plans FOLDER` from this or an older tree. Nothing is searched: the file gives
+specs, recomputation, stages and order. One composition thus prices the choices of two trees; pass the file to
+`plan_cases --beside`. A plan of another tree may need more memory here than its limit there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GONE = ("forecast",)
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan of a file, of an older tree too; what that tree predicted of it is left out."""
+    """Return the plan of a file, also of an older tree, without the prediction in the file."""
     return Plan.from_json(_of_this_tree(json.loads(path.read_text())))
 
 

@@ -1,6 +1,6 @@
-"""The published runs as models, recipes and clusters: what a row says, and what its framework did where it is silent.
+"""The published runs as models, recipes and clusters, with their frameworks' defaults for missing fields.
 
-Each default below is a fact about the source's framework at the time, not a fit; see `FRAMEWORKS`.
+Each default is a fact about the source's framework at the time, not a fit; see `FRAMEWORKS`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ class Framework:
     """Behaviour of a source's software.
 
     Args:
-        dropout: of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
+        dropout: dropout of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
         fused: chains of pointwise operators are fused (Megatron's kernels), or run one by one (plain PyTorch).
-        bias: of linear layers in models with learned positions or LayerNorm.
+        bias: bias of linear layers in models with learned positions or LayerNorm.
         overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Runtime`. InternEvo's rows are of
-            July 2023, when it waited for updated parameters: `broadcast_params(overlap=False)`, "TODO: support
-            broadcast overlap" (@0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
-        gradient_dtype: None: that of the model.
+            July 2023, when it waited for updated parameters by `broadcast_params(overlap=False)`
+            (@0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
+        gradient_dtype: type of gradients; None: the model's type.
         early_stop, attention: see `Runtime`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
             reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
         bucket_bytes: see `Runtime`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 Mi elements.
         blocking_launches: see `Runtime` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
             beside it: without it the training hung).
         separate_experts: see `Runtime` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
-            products are "multi-stream + cuBLAS"; a graph of the whole iteration needs kernels that read counts on the
-            device).
-        wide_logits: the loss reads a copy of the logits in float32, as Megatron-LM's does. llm-foundry's
-            (llmfoundry/models/mpt/modeling_mpt.py: fused_crossentropy, of flash-attn, not in place) and Transformer
-            Engine's (Megatron-Bridge, scripts/performance: cross_entropy_fusion_impl "te") read those of the head.
+            products are "multi-stream + cuBLAS"). A graph of the whole iteration needs kernels that read counts on the
+            device.
+        wide_logits: the loss reads a copy of the logits in float32, as Megatron-LM's does. Two other losses read the
+            head's own logits. They are llm-foundry's (llmfoundry/models/mpt/modeling_mpt.py: fused_crossentropy, of
+            flash-attn, not in place) and Transformer Engine's (Megatron-Bridge, scripts/performance,
+            cross_entropy_fusion_impl "te").
     """
 
     dropout: float = 0.0
@@ -200,7 +201,7 @@ def _is_biased(row: Row) -> bool:
 
 
 def recipe_of(row: Row) -> Execution:
-    """The row's plan, and how its framework ran it."""
+    """Return the row's plan, in its framework's execution."""
     plan, framework = row["plan"], framework_of(row)
     context, pipeline = plan["cp"] or 1, plan["pp"] or 1
     layers = row["model"]["layers"] + ((row["model"].get("moe") or {}).get("mtp_layers") or 0)
@@ -239,7 +240,7 @@ def _zero(row: Row) -> int:
 
 
 def _runtime(row: Row, framework: Framework) -> Runtime:
-    """How the row's framework ran it."""
+    """Return the runtime of the row's framework."""
     plan = row["plan"]
     return Runtime(
         name=row["source"]["key"],
@@ -263,10 +264,11 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
 
 
 def _bucket_bytes(row: Row, framework: Framework) -> int:
-    """InternEvo's ZeRO-1 shares out whole tensors, and each rank broadcasts its own: a message for each rank or tensor.
+    """Return the bytes of a bucket of InternEvo's ZeRO-1, which gives whole tensors to ranks.
 
-    @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py, `broadcast_params`. Its gradients go to all ranks, twice
-    the bytes of a reduce-scatter; they are priced as one in such messages.
+    Each rank broadcasts its own tensors, with a message for each rank or tensor (`broadcast_params` of @0aa6d26e,
+    internlm/solver/optimizer/hybrid_zero_optim.py). Its gradients go to all ranks, twice the bytes of a reduce-scatter,
+    and are priced as one reduce-scatter in such messages.
     """
     model, ranks = row["model"], row["plan"].get("zero_group")
     if row["source"]["key"] != "internevo" or not ranks:
@@ -278,14 +280,14 @@ def _bucket_bytes(row: Row, framework: Framework) -> int:
 
 
 def _precision(row: Row) -> str:
-    """Four bits have no price: `Execution` refuses them."""
+    """Return the precision; `Execution` refuses four bits, which have no price."""
     if is_16_bit(row):
         return "f16" if row["dtype"].startswith("fp16") else "bf16"
     return "f4" if row["dtype"].startswith("nvfp4") else "f8"
 
 
 def _recompute(said: str | None) -> str:
-    """Modules that a row names are not computed again in its price: they are a few of many."""
+    """Return the recomputation; single modules that a row names are ignored, because they are few."""
     return said if said in ("full", "selective") else "none"
 
 

@@ -1,8 +1,8 @@
-"""Races of training steps on ranks of this machine: how ranks start, take turns and report.
+"""Races of training steps on ranks of this machine: start, turns and reports.
 
-A benchmark writes an *order*, plain data; each rank, started by `torchrun` on a core and a thread of its own, serves
-it, and the first rank's findings come back. Contenders take turns, round after round, in an order that changes with
-each round. A step's time is the slowest rank's. The first losses of all contenders must agree.
+A benchmark writes an *order*, plain data. `torchrun` starts each rank on its own core and thread, each rank serves the
+order, and the first rank's findings come back. Contenders take turns, in an order that changes with each round. A
+step's time is the slowest rank's. The first losses of all contenders must agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOPBACK, DELAYED = "loopback", "delayed"
 LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
 """Latency and bandwidth of delayed links."""
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_TRIM_THRESHOLD_": "0"}
-"""Every large allocation is a mapping of its own, which is counted, and given back when it is freed."""
+"""Settings that map every large allocation separately, so that it is counted, and returned when freed."""
 _WARM_UP, _LOSSES = 3, 3
 
 
@@ -38,14 +38,14 @@ class WorkerError(Exception):
 def run_order(
     worker: str, order: Mapping[str, Any], ranks: int, hosts: TwoHosts | None = None, *, memory: bool = False
 ) -> dict[str, Any]:
-    """The findings of a worker's first rank; `WorkerError` where a rank failed.
+    """Return the findings of a worker's first rank; raise `WorkerError` if a rank failed.
 
     Args:
-        worker: the name of a module of `tests.benchmarks` that calls `serve`.
+        worker: name of a module of `tests.benchmarks` that calls `serve`.
         order: plain data.
-        ranks: how many processes.
-        hosts: where they run; None: here.
-        memory: whether large allocations are to be counted.
+        ranks: number of processes.
+        hosts: hosts of the processes; None: this machine.
+        memory: whether large allocations are counted.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     environment |= MEMORY_ENVIRONMENT if memory else {}
@@ -66,7 +66,7 @@ def run_order(
 
 
 def serve(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Run an order (a file) on this rank's core; beside it goes what the first rank found, or the error of any rank."""
+    """Run an order (a file) on this rank's core, and write the first rank's findings or any error beside the file."""
     path, rank = Path(sys.argv[1]), os.environ["RANK"]
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(rank) % len(cores)]})  # before torch makes threads
@@ -104,7 +104,7 @@ def take_turns(
 
 
 def times_of(step: Callable[[Any], Any], batch: Any) -> tuple[float, list[float]]:
-    """Seconds of a step on the slowest rank, and what the processor of each rank worked."""
+    """Return the seconds of a step on the slowest rank, and each rank's processor seconds."""
     import torch
     import torch.distributed as dist
 
@@ -138,7 +138,7 @@ def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
 
 
 def versions() -> str:
-    """Versions of what runs."""
+    """Return the versions of the running software."""
     import torch
     import transformers
 

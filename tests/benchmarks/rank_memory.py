@@ -1,10 +1,10 @@
-"""Peak resident memory of each rank over the life of a model that was built on meta, phase by phase.
+"""Peak resident memory of each rank over the life of a model from meta, phase by phase.
 
-A Llama is built on meta, compiled fully sharded, initialised, trained for three steps and for one of another shape,
-saved and exported. Two ranks load the checkpoint. All the earlier ranks load the exported weights, and live as the
-first ones did. No phase of any rank may
-take more than 1.15 times the plan's predicted peak and the largest tensor, and the interpreter's own memory. A tiny
-model that lives the same life first tells the interpreter's part: imports, process groups, graphs.
+A Llama is built on meta, compiled fully sharded, initialised, and trained for three steps and one step of another
+shape. The model is then saved and exported. Two ranks load the checkpoint. All earlier ranks load the exported weights,
+and live as the first model did. No phase of any rank may take more than 1.15 times the sum of predicted peak and
+largest tensor, plus the interpreter's memory. A tiny model with the same life first measures the interpreter's part:
+imports, process groups, graphs.
 
     python -m tests.benchmarks.rank_memory [--model 0.6b] [--ranks 4]
 """
@@ -50,7 +50,7 @@ SHARDED = {"*.weight": P("data"), "input:*": P("data")}
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The most memory that a rank had in a phase, and what it may have had."""
+    """Peak memory of a rank in a phase, and its limit."""
 
     name: str
     rank: int
@@ -61,7 +61,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Life:
-    """The phases of a rank so far: the peak of each; a phase within another is not counted in it."""
+    """The phases of a rank so far, each with its peak; an inner phase does not count in its outer phase."""
 
     peaks: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Life:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within, memory and time are of phase `name`."""
+        """Within this context, memory and time belong to phase `name`."""
         start = time.monotonic()
         self._count()
         self._open.append(name)
@@ -87,7 +87,7 @@ class Life:
 
     @contextmanager
     def following(self, owner: type, method: str, name: str) -> Iterator[None]:
-        """Within, calls of a method are phase `name`."""
+        """Within this context, calls of a method are phase `name`."""
         saved = getattr(owner, method)
 
         def follow(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def peak_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Let the peak be what is resident now."""
+    """Reset the peak to the present resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -185,7 +185,7 @@ def resume(name: str, life: Life, folder: Path) -> Any:
 
 
 def begin(name: str, life: Life, folder: Path) -> Any:
-    """From exported weights to a checkpoint, and weights in the folder that was there."""
+    """Load exported weights, save a checkpoint, and export weights into the existing folder."""
     step = compiled(name, life)
     with life.phase("load_weights"):
         step.load_weights(folder / f"{name} exported")
@@ -197,7 +197,7 @@ LIVES: Mapping[str, Callable[[str, Life, Path], Any]] = {"train": train, "resume
 
 
 def live(kind: str, name: str, folder: Path) -> None:
-    """A life of a model on this rank, after that of a tiny one; writes its phases down."""
+    """Live a model's life on this rank, after a tiny model's life, and write the phases."""
     LIVES[kind]("tiny", Life(), folder)
     gc.collect()
     forget_peak()
@@ -221,7 +221,7 @@ def measure(name: str, ranks: Mapping[str, int], folder: Path, deadline_s: float
 
 
 def worst(phases: list[Phase]) -> dict[str, Phase]:
-    """Return each phase of the rank that had most."""
+    """Return each phase of the rank with the largest peak."""
     result: dict[str, Phase] = {}
     for phase in phases:
         if phase.name not in result or phase.peak_bytes > result[phase.name].peak_bytes:
@@ -230,7 +230,7 @@ def worst(phases: list[Phase]) -> dict[str, Phase]:
 
 
 def main() -> int:
-    """Print the peaks; 1 if one is higher than it may be."""
+    """Print the peaks; return 1 if a peak exceeds its limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="0.6b")
     parser.add_argument("--ranks", type=int, default=4)

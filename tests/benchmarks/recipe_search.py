@@ -1,13 +1,13 @@
-"""Is what the search finds ever worse than what experts ran? Published runs beside the best recipe for the same task.
+"""Compare each published run with the best found recipe for its task.
 
 Run: python -m tests.benchmarks.recipe_search --out runs.jsonl [--sources mosaicml ...] [--every 10] [--seconds 60]
      [--minutes 30]
 
-For each run the recipe that was published is priced, and the fastest recipe searched for the same model, cluster and
-batch, with what the software did where that is no choice of a recipe (precision, overlap, fused kernels) held fast. A
-found recipe must not be priced above the published one, if that fits in memory by our count. Runs of one *task*
-(model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its layer classes
-cost. Each run is kept when it is done; those that are there are not done again.
+For each run the published recipe is priced. The fastest recipe is searched for the same model, cluster and batch.
+Fields that no recipe chooses (precision, overlap, fused kernels) stay as in the software of the run. A found recipe
+must not have a higher price than the published recipe, if the latter fits by our count. Runs of one *task* (model,
+cluster, batch, fixed fields) share one search, and tasks of one model share its trace and layer prices. Each finished
+run is kept, and kept runs are not repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A recipe in words, seconds of its step, and bytes of the fullest rank by what they are."""
+    """A recipe in words, seconds of its step, and bytes of the fullest rank by kind."""
 
     words: str
     seconds: float
@@ -81,7 +81,7 @@ class Compared:
 
     @property
     def holds(self) -> bool:
-        """Whether the found recipe fits and, if the published one does too, is priced no higher."""
+        """Whether the found recipe fits, with a price of at most the published recipe's if that fits too."""
         found_fits = self.found is not None and self.found.memory_bytes <= self.device_bytes
         return found_fits and (not self.fits or self.ratio <= 1.0)
 
@@ -100,7 +100,7 @@ def _read(said: dict[str, Any]) -> Compared:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A search's request: a model, a cluster, and the fields of a recipe that are no choice, like the global batch."""
+    """A search's request: a model, a cluster, and fixed fields such as the global batch."""
 
     shape: DecoderShape
     cluster: Cluster
@@ -119,7 +119,7 @@ class Task:
 
 
 def base_of(recipe: Execution) -> Execution:
-    """The fields of a recipe that are no choice."""
+    """Return the fields that no recipe chooses."""
     return Execution(
         runtime=recipe.runtime, optimizer=recipe.optimizer, precision=recipe.precision, global_batch=recipe.global_batch
     )
@@ -135,7 +135,7 @@ def counted(shape: DecoderShape) -> CountedModel:
 
 
 def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Iterator[Compared]:
-    """The runs of one task beside what one search finds for it."""
+    """Compare the runs of one task with the result of one search."""
     model, limit = counted(task.shape), task.cluster.device.memory_bytes
     search = RecipeProblem(model, task.cluster, task.base, limit)
     start = time.process_time()
@@ -158,12 +158,12 @@ def priced(search: RecipeProblem, recipe: Execution) -> Priced:
 
 
 def usable_rows() -> list[Row]:
-    """Published runs that recipes describe: four bits have no price, and adapters (LoRA) are no training of all."""
+    """Return published runs that recipes describe: neither four bits, which have no price, nor adapters (LoRA)."""
     return [row for row in read_rows() if not row["dtype"].startswith("nvfp4") and row["task"] != "lora"]
 
 
 def tasks_of(rows: Sequence[Row], every: int) -> list[tuple[str, Task, list[Row]]]:
-    """Rows by source and task; of each source one task of so many, those of one model beside each other."""
+    """Return rows by source and task: of each source every n-th task, with tasks of one model in sequence."""
     keyed = sorted(((row["source"]["key"], Task.of(row), row) for row in rows), key=lambda item: str(item[:2]))
     tasks = [
         (source, task, [row for *_, row in items])
@@ -174,7 +174,7 @@ def tasks_of(rows: Sequence[Row], every: int) -> list[tuple[str, Task, list[Row]
 
 
 def report(compared: Sequence[Compared]) -> str:
-    """Whether each run holds, then one line for each, those with the lowest ratio first."""
+    """Return whether each run holds, then one line for each run, the lowest ratios first."""
     lines = [
         f"{sum(item.holds for item in compared)} of {len(compared)} plans fit and cost no more than the recipe.",
         "",

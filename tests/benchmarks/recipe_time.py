@@ -1,9 +1,9 @@
-"""How long it takes to find the recipe of large models, tracing included: also a table of `planning_time`.
+"""Time to find the recipe of large models, tracing included; also a table of `planning_time`.
 
 Run: python -m tests.benchmarks.recipe_time [--tasks 'Llama-3 8B' ...] [--seconds 60] [--json]
 
-Each task in a process of its own, so that the peak of memory is its own, on one thread. Seconds begin with the
-building of the module on meta; imports are not counted.
+Each task has a process of its own on one thread, so that its peak of memory is separate. Seconds begin with the module
+on meta, without imports.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def recipe_table(rows: Sequence[Timed]) -> Table:
 
 
 def time_apart(name: str, budget_s: float) -> Timed:
-    """In a process of its own."""
+    """Measure in a separate process."""
     options = ["--tasks", name, "--seconds", str(budget_s), "--json"]
     command = [sys.executable, "-m", "tests.benchmarks.recipe_time", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

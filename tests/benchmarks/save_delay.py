@@ -1,10 +1,11 @@
-"""How long saving a checkpoint keeps a step waiting, beside the copy of what is saved: two Gloo processes, whole steps.
+"""Delay of a step by saving a checkpoint, beside the copy of the saved bytes: two Gloo processes, whole steps.
 
     python -m tests.benchmarks.save_delay [--rounds 15] [--model llama]
 
-Rounds in turns, each of: a plain copy of what this rank writes (`clone` of each tensor), then the call of `save`, then
-a step while the checkpoint is written, then, when it is complete, a step beside nothing. Medians over rounds, by the
-machine's time and by the time that the step's own thread had a processor, which other processes do not change.
+A round has four parts in turn. First comes a plain copy of this rank's part (`clone` of each tensor). The call of
+`save`, and a step while the checkpoint is written, follow. Last comes a step after the checkpoint is complete. Medians
+over rounds are by the machine's clock, and by the processor time of the step's thread, which other processes do not
+change.
 """
 
 from __future__ import annotations

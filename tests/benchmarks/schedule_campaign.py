@@ -1,10 +1,10 @@
-"""Wrong orders of pipelines beside the check of schedules: how many are drawn, refused, and compute other numbers.
+"""Wrong orders of pipelines against the check of schedules: drawn, refused and harmful orders.
 
 Run: python -m tests.benchmarks.schedule_campaign [--count 400] [--seed 7]
 
-Every kind of mutation (`tests.passes.schedule_mutations`) is drawn COUNT times, from all schedules of torch in turn, on
-two to four ranks with 4 to 12 micro-batches; each is run in numbers (`tests.passes.pipeline_numbers`). Exit status 1 if
-one that ends otherwise than the right order was accepted, or a right order refused.
+Every kind of mutation (`tests.passes.schedule_mutations`) is drawn COUNT times, from all schedules of torch in turn.
+The orders have two to four ranks with 4 to 12 micro-batches, and run in numbers (`tests.passes.pipeline_numbers`). The
+exit status is 1 if a harmful order is accepted, or a right order refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cases of `tests.benchmarks.step_time`: small transformers with random weights, and what is compared on them."""
+"""The cases of `tests.benchmarks.step_time`: small transformers with random weights, and their comparisons."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ CASES: tuple[Case, ...] = tuple(
 
 
 def make_model(case: Case) -> nn.Module:
-    """The case's model in training, with the same random weights at each call."""
+    """Return the case's model in training, with equal random weights at each call."""
     kind, sizes = _MODELS[case.model]
     return build(kind, **sizes, **({"image_size": case.image_size} if kind == "vit" else {})).train()
 
 
 def make_batches(case: Case, count: int) -> list[Batch]:
-    """Global batches, the same on every rank."""
+    """Return global batches, equal on every rank."""
     return [_make_batch(case, seed) for seed in range(1, count + 1)]
 
 
@@ -65,9 +65,9 @@ def _make_batch(case: Case, seed: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One of our plans against rivals, each with the ratio of step times that is to be met.
+    """A plan of ours against rivals, each with its target ratio of step times.
 
-    With `best` (a target) it is against the fastest of all rivals instead.
+    With `best` (a target) our plan is compared with the fastest rival instead.
     """
 
     ours: str

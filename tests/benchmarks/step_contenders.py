@@ -1,7 +1,7 @@
-"""Contenders of `tests.benchmarks.step_time`: our plans, asked for as users would, and the same step by hand.
+"""Contenders of `tests.benchmarks.step_time`: our plans, requested as by users, and the same step by hand.
 
-Every contender makes the model anew, with the same weights, and updates by fused AdamW. Rivals run at their best: what
-they can be tuned by is tried for a few steps, and the fastest variant races.
+Every contender makes the model anew with equal weights, and updates by fused AdamW. Rivals run at their best: their
+options are tried for a few steps, and the fastest variant races.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _time_of(variant: Callable[[Case], Step], case: Case, batch: Batch) -> float
 
 
 def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
-    """Fused AdamW; DTensors in a group of their own, as one fused call takes no others beside them."""
+    """Return fused AdamW, with DTensors in a separate group, because a fused call takes no mixture."""
     listed = list(parameters)
     groups = [[each for each in listed if isinstance(each, DTensor) == split] for split in (True, False)]
     return torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-4, fused=True)
@@ -104,7 +104,7 @@ def _ddp(case: Case, bucket_mb: int) -> Step:
 
 
 def _fsdp2(case: Case, ahead: int) -> Step:
-    """FSDP2 by blocks; `ahead` blocks are asked for beside FSDP2's own prefetching."""
+    """Wrap a model in FSDP2 by blocks; `ahead` blocks are prefetched beyond FSDP2's own prefetching."""
     model, mesh = make_model(case), mesh_along("data")
     blocks = [fully_shard(block, mesh=mesh) for block in _blocks_of(model)]
     fully_shard(model, mesh=mesh)

@@ -1,8 +1,8 @@
-"""Fit the numbers of `cost_models.step.InStep` to published runs, and report on runs that took no part.
+"""Fit the numbers of `cost_models.step.InStep` to published runs, and report on runs outside of the fit.
 
-Robust least squares in logarithms: every source has the same weight, errors beyond `_HUBER` count linearly, and each
-number is held to its prior (1 for factors) as strongly as `_PRIOR` says. One linearisation at the optimum for all
-sources serves the fits that leave one out: they differ little, and the predictions that are reported are exact.
+The fit is robust least squares in logarithms. Every source has the same weight, and errors beyond `_HUBER` count
+linearly. Each number is held to its prior (1 for factors) with strength `_PRIOR`. One linearisation at the optimum of
+all sources serves the fits without one source, whose optima are close. Reported predictions are exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Predict = Callable[[int, InStep], float]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Measured runs: their sources, times, and how to predict them."""
+    """Measured runs: sources, times, and a function of their predictions."""
 
     sources: Sequence[str]
     measured_s: Sequence[float]
@@ -54,7 +54,7 @@ def fit_all(runs: Runs, start: InStep, rounds: int = 3) -> tuple[InStep, Floats,
 
 
 def leave_one_out(runs: Runs, start: InStep, whole: tuple[InStep, Floats, Floats]) -> dict[str, InStep]:
-    """For each source the model fitted to all others."""
+    """Return for each source the model fitted to all other sources."""
     model, errors, slopes = whole
     at, prior = _logarithms(model), _logarithms(start)
     result = {}

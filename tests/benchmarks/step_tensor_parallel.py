@@ -62,12 +62,12 @@ def tensor_specs(model: nn.Module) -> dict[str, PartitionSpec]:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, head: str
 ) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """The model with its projections split, and what a step runs under.
+    """Split a model's projections, and return the model with the context of its step.
 
     Args:
         model, mesh: the model and a mesh of one axis.
-        head: "split loss": logits stay split over words, and so does the loss; "whole": they are gathered. A model
-            without words has neither.
+        head: "split loss": logits and loss are split over words; "whole": logits are gathered. A model without words
+            has neither.
     """
     _replace_conv1d(model, mesh.size())
     names = [name for name, _ in model.named_modules()]
@@ -86,14 +86,14 @@ def parallelize(
 
 
 def _tied(model: nn.Module, heads: Sequence[str]) -> dict[str, str]:
-    """Heads to the embeddings whose weights they share."""
+    """Tie heads to the embeddings whose weights they share."""
     words = {id(module.weight): name for name, module in model.named_modules() if _fits(name, _WORDS)}
     found = {head: words.get(id(model.get_submodule(head).weight)) for head in heads}
     return {head: name for head, name in found.items() if name is not None}
 
 
 def _replace_conv1d(model: nn.Module, ranks: int) -> None:
-    """Make GPT-2's `Conv1D` linear, which `parallelize_module` knows, and its heads' projection one that splits."""
+    """Make GPT-2's `Conv1D` linear for `parallelize_module`, and its heads' projection splittable."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, Conv1D):
             continue
@@ -109,5 +109,5 @@ def _replace_conv1d(model: nn.Module, ranks: int) -> None:
 
 
 def _heads_by_rank(rows: Tensor, ranks: int) -> Tensor:
-    """Rows of queries, keys and values, all of the first rank's heads first."""
+    """Return rows of queries, keys and values, grouped by rank."""
     return rows.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)

@@ -1,18 +1,20 @@
 """Step times of our plans beside the same step written by hand in PyTorch.
 
+Run::
+
     python -m tests.benchmarks.step_time                  every case on loopback, hours; each case is saved as it ends
     python -m tests.benchmarks.step_time --link 1gbit     on two emulated hosts (root)
     python -m tests.benchmarks.step_time --models llama --tokens 128 --contenders data sharded --rounds 8
     python -m tests.benchmarks.step_time --report         the table of what is saved
 
 1. Each comparison of a case is a race of its own (`tests.benchmarks.races`): two ranks, one for a mesh of one.
-2. Rivals are tuned first: DDP's bucket size, FSDP2's prefetching, DTensor's loss. Of the rounds, the median counts, and
-   the median of paired ratios.
-3. Bytes and peak memory are counted as `tests.benchmarks.step_worker` says.
+2. Rivals are tuned first: DDP's bucket size, FSDP2's prefetching, DTensor's loss. The reported figures are the median
+   of the rounds, and the median of paired ratios.
+3. `tests.benchmarks.step_worker` counts bytes and peak memory.
 4. Rows are merged into results/step_time.json, the table into results/step_time.md. A failure is a row with its error.
 
-Targets, ours over the rival: DDP 1.0, FSDP2 0.95, DTensor 0.75, the best of the three 0.95 for the planner's free
-choice, eager and `torch.compile` 1.0; peak memory at most the rival's.
+Targets, ours over the rival: DDP 1.0, FSDP2 0.95, DTensor 0.75, eager and `torch.compile` 1.0. The planner's free
+choice has the target 0.95 of the best rival. Peak memory is at most the rival's.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ LINKS = (LOOPBACK, "1gbit")
 LOSS_TOLERANCE = 1e-3
 
 Found = Mapping[str, Mapping[str, Any]]
-"""By contender, what the first rank found."""
+"""The first rank's findings by contender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,12 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The case, where it ran and what it compares."""
+        """Return the key of the case, its place and its comparison."""
         return (self.model, self.tokens, self.link, self.ours, self.rival)
 
     @property
     def is_met(self) -> bool:
-        """Whether the ratio of step times is at most the target, and both computed the same loss."""
+        """Whether the ratio of step times is at most the target, and both losses agree."""
         return self.ratio is not None and not self.error and self.ratio <= self.target
 
     @property
@@ -100,7 +102,7 @@ class Row:
 
 
 def expected(cases: Sequence[Case] = CASES, names: Iterable[str] = COMPARISONS, link: str = LOOPBACK) -> list[Row]:
-    """Rows without figures: all that is to be measured. A mesh of one has no link."""
+    """Return rows without figures for all measurements; a mesh of one has no link."""
     rows = []
     for case in cases:
         for comparison in map(COMPARISONS.__getitem__, names):
@@ -144,7 +146,7 @@ def _side(found: Mapping[str, Any], peak_bytes: int | None) -> Side:
 
 
 def read_rows() -> list[Row]:
-    """All rows that are saved."""
+    """Return all saved rows."""
     return [_row(saved) for saved in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
 
 
@@ -154,7 +156,7 @@ def _row(saved: dict[str, Any]) -> Row:
 
 
 def save(rows: Iterable[Row]) -> None:
-    """Merge rows into the file and write the table: of the same case and rival, the new row counts."""
+    """Merge rows into the file and write the table; a new row replaces the row of the same case and rival."""
     merged = {row.key: row for link in LINKS for row in expected(link=link)}
     merged |= {row.key: row for row in (*read_rows(), *rows)}
     kept = list(merged.values())

@@ -1,10 +1,11 @@
-"""One rank of `tests.benchmarks.step_time`: runs contenders in turns, and counts bytes and memory. Started by it.
+"""One rank of `tests.benchmarks.step_time`, which runs contenders in turns, and counts bytes and memory.
 
-Bytes on the wire are those that the kernel's TCP counters say this process received in a step, over all its sockets:
-what Gloo moved for gradients, parameters and activations, and what ranks tell each other beside.
+Bytes on the wire are the bytes that this process received in a step, by the kernel's TCP counters of all its sockets.
+The bytes include Gloo's gradients, parameters and activations, and other messages between ranks.
 
-Peak memory is a contender's alone, in processes of its own: large allocations (64 KiB and more) that live between two
-steps, by the C library's count, and the growth of the resident set within a step. Python's own objects are not in it.
+Peak memory is measured for a contender in its own processes. The first part is the large allocations (64 KiB and more)
+that live between two steps, by the C library's count. The second part is the growth of the resident set within a step.
+Python's own objects are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _received_bytes() -> int:
 
 
 class _Mallinfo(ctypes.Structure):
-    """The result of `mallinfo2`: ten sizes, of which the fifth is that of large allocations."""
+    """The result of `mallinfo2`: ten sizes, the fifth of large allocations."""
 
     _fields_ = (("before", ctypes.c_size_t * 4), ("hblkhd", ctypes.c_size_t), ("after", ctypes.c_size_t * 5))
 
@@ -63,7 +64,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _peak_bytes(step: Any, batch: Any) -> int:
-    """Bytes that live between steps, and those that a step takes beside them."""
+    """Return the bytes that live between steps, and the further bytes of a step."""
     gc.collect()
     held = _large_allocations_bytes()
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""The benchmark of kernels on a GPU can run: its cases are dry-run, and measured with a clock of ours, without one."""
+"""The GPU benchmark of kernels runs without a GPU: its cases are dry-run, and measured with a stand-in clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H200 = device("h200")
 
 
 class _Calls(TorchDispatchMode):
-    """The operators that run under it."""
+    """Record the operators that run within this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Calls(TorchDispatchMode):
 
 
 def test_every_case_is_measured() -> None:
-    """With a clock that runs what it is given once, on the meta device: nothing fails, and every kernel has a case."""
+    """Every case is measured on the meta device with a stand-in clock, without failure, and every kernel has a case."""
 
     def once(function: Callable[[], Any], grad_to_none: Any = None) -> float:
         function()
@@ -58,7 +58,7 @@ def test_every_case_is_measured() -> None:
 
 
 def test_the_dry_run_lists_every_case() -> None:
-    """Kernels, generated ones too, and what they are compared with give results of one shape; a block is planned."""
+    """In a dry run all kernels and references have equal shapes, and a block is planned."""
     table = gpu_kernels.dry_run(H200, lengths=(2048,))
     names = list(table.columns[0].cells)
     assert {f"attention, head {size}, {length}" for size in (64, 128) for length in (2048, 8192, 32768)} < set(names)
@@ -86,7 +86,7 @@ def _own_process_group() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_process_group")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no interpreter")
 def test_a_block_is_what_it_is_in_eager() -> None:
-    """Loss and the input's gradient of a small block, in a process group of one."""
+    """Loss and input gradient of a small block in a process group of one equal eager."""
     torch.manual_seed(0)
     block, inputs = make_block(8, Sizes(64, 96, 4, 2), torch.float32)
     ours, x = compile_ours(block, inputs), inputs[0]
@@ -119,12 +119,12 @@ def _row(kind: Kind, **known: Any) -> Row:
     ],
 )
 def test_targets_are_judged(row: Row, expected: list[str]) -> None:
-    """A share of the copy's bandwidth, and speed beside each of the others, where both were timed."""
+    """Targets compare the share of a copy's bandwidth, and the speed against each measured rival."""
     assert [str(verdict) for verdict in row.verdicts()] == expected
 
 
 def test_the_page_counts_what_is_met() -> None:
-    """With facts, a line for each row, and what could not be timed."""
+    """The page shows facts, a line for each row, and the failures."""
     rows = [_row(Kind.ATTENTION, eager_ms=0.5), _row(Kind.MEMORY, compiled_ms=2.0)]
     text = page({"torch": "2.13", "Liger-Kernel": "not installed"}, rows)
     assert "* targets: 2 of 3 met, 2 rows" in text
@@ -146,7 +146,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def test_a_function_of_ligers_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, backward, or both; other arguments than it takes are an error."""
+    """A Liger function runs forward, backward or both, and wrong arguments raise."""
     module = ModuleType("liger_kernel.ops")
     module.Scaled = _Scaled  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
@@ -170,7 +170,7 @@ def test_without_liger_a_case_is_measured_all_the_same(monkeypatch: pytest.Monke
 
 
 def test_what_fails_is_noted() -> None:
-    """The others are timed all the same."""
+    """A failing case is noted, and the remaining cases are timed."""
 
     def fail() -> None:
         raise RuntimeError("out of memory\nand more")
@@ -182,7 +182,7 @@ def test_what_fails_is_noted() -> None:
 
 @pytest.mark.slow
 def test_training_is_raced(tmp_path: Path) -> None:
-    """The benchmark of training steps, on a small model and a CPU: both sides lose the same, and are on the page."""
+    """The benchmark of training steps runs a small model on a CPU with equal losses, which the page shows."""
     page_of = tmp_path / "page.md"
     options = ["--tiny", "--models", "llama", "--contenders", "eager;ours", "--rounds", "2", "--output", str(page_of)]
     gpu_training.main(options)

@@ -28,7 +28,7 @@ def test_internevo_waits_for_its_broadcasts() -> None:
     ["mosaic-a100_40gb-350m-s2048-g16-mb18-L295", "mbridge-25.09-gb200-qwen3_30b_a3b-pretrain-fp8_cs-n8-gb512-L611"],
 )
 def test_what_ran_fits(run: str) -> None:
-    """Most of what these hold are the logits, and tokens that experts keep."""
+    """The measured runs, whose memory is mostly logits and expert tokens, fit by our count."""
     row = next(row for row in read_rows() if row["id"] == run)
     cluster = cluster_of(row)
     prediction = predict_recipe(counted(model_shape(row)), recipe_of(row), cluster)

@@ -1,4 +1,4 @@
-"""Tests of `tests.benchmarks.rank_memory`, which run it on a small model."""
+"""`tests.benchmarks.rank_memory` runs on a small model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peaks of reside
 
 
 KEPT_BYTES = 32 * 2**20
-"""Freed memory that the C library may keep beside a small model: a fifth of one rank's half of it."""
+"""Freed memory that the C library may keep beside a small model, in bytes: a fifth of one rank's half of it."""
 
 
 def assert_within(phases: list[Phase]) -> None:
@@ -52,11 +52,11 @@ LAYERS, WIDTH = 32, 1024
 """128 MiB of weights."""
 
 _PYTHONS_OWN_BYTES = 16 << 20
-"""Traces, plans, programs: more of them for 32 layers than for the one that was compiled before."""
+"""Memory of traces, plans and programs in bytes, larger for 32 layers than for the earlier model of one layer."""
 
 
 def private_bytes() -> int:
-    """Resident memory of this process that is no page of a file."""
+    """Return the private resident memory of this process in bytes, without pages of files."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "Linux says so"
     return int(found[1]) * 1024
@@ -64,7 +64,7 @@ def private_bytes() -> int:
 
 @contextmanager
 def watching() -> Iterator[list[int]]:
-    """Within, the last entry of what is yielded is the most private memory so far."""
+    """Within this context, the last entry of the yielded list is the largest private memory so far."""
     peak, ended = [private_bytes()], threading.Event()
 
     def watch() -> None:
@@ -93,7 +93,7 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def check_mapped(file: Path) -> None:
-    """A model whose weights are a file that is mapped into memory: a rank copies its shards, one at a time."""
+    """A rank copies its shards of memory-mapped weights one at a time."""
     compiled(layers(1))
     gc.collect()
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The page of step times is made of what was measured, and says what was not."""
+"""The page of step times shows the measurements, and names missing measurements."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def found_of(times_s: list[float], loss: float = 1.0) -> dict[str, Any]:
 
 
 def test_every_case_has_a_row_for_each_rival() -> None:
-    """Five models at two lengths; six rows on loopback, and no mesh of one on a link."""
+    """Five models at two lengths have six rows each on loopback, and a link has no mesh of one."""
     assert len(expected(link="loopback")) == len(CASES) * 6
     assert len(expected(link="1gbit")) == len(CASES) * 4
 
 
 def test_the_ratio_is_the_median_of_pairs() -> None:
-    """A round that was slow for both sides counts as any other."""
+    """A round that slows both sides counts as any other round in the median of pairs."""
     (row,) = expected(CASES[:1], ["data"])
     found = {"data-parallel plan": found_of([1.0, 9.0, 1.2]), "DDP": found_of([1.0, 10.0, 1.0])}
     filled = replace(row, **fill(row, COMPARISONS["data"], found, {"data-parallel plan": 1, "DDP": 2}))
@@ -36,7 +36,7 @@ def test_the_ratio_is_the_median_of_pairs() -> None:
 
 
 def test_the_free_choice_races_the_fastest() -> None:
-    """The fastest of three rivals is the one with the lowest median."""
+    """The fastest of three rivals has the lowest median."""
     (row,) = expected(CASES[:1], ["free"])
     times = {"free choice": 1.0, "DDP": 3.0, "FSDP2": 2.0, "DTensor": 4.0}
     found = {name: found_of([seconds] * 3) for name, seconds in times.items()}
@@ -62,7 +62,7 @@ def test_the_page_has_what_did_not_run() -> None:
 
 
 def test_without_root_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts take root: the message says so, and what to do."""
+    """Without root, two hosts raise an error with the way out."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit, match=r"--link 1gbit .* takes root.* leave --link out"):
         TwoHosts("1gbit")

@@ -1,11 +1,11 @@
-"""Predicted beside measured: the plans that `plan(global_batch=)` finds for eight tiny clusters of slow links.
+"""Predicted and measured steps of the plans of `plan(global_batch=)` on eight tiny clusters of slow links.
 
     python -m tests.benchmarks.tiny_clusters [--only "NAME" ...] [--steps 9] [--markdown FILE]
 
-Devices are cores of this machine, as `calibrate` finds them; links are those of `autoshard.testing.delayed_mesh`, and
-nothing of a plan is asked for but its batch. Time is what a rank's thread works on its core, and what it then waits for
-links and other ranks (`ThreadClock`): so four ranks share two cores, and others the machine, without a difference to
-it. A step is forward, backward and AdamW; its time is the slowest rank's, and the median of the steps counts.
+Devices are cores of this machine, as measured by `calibrate`. Links are links of `autoshard.testing.delayed_mesh`. The
+batch is the only constraint of a plan. Time is the work of a rank's thread on its core, plus its waits for links and
+other ranks (`ThreadClock`). Four ranks may therefore share two cores, and other processes the machine. A step is
+forward, backward and AdamW, by the slowest rank, in the median of the steps.
 
 The target is a mean absolute error of 10 %, with data, tensor, context, expert and pipeline parallelism each chosen
 somewhere.
@@ -50,7 +50,7 @@ Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
 def _built(name: str, tokens: int, **sizes: int) -> Built:
-    """A causal model of transformers, and one sequence for it."""
+    """Return a causal model of transformers, and one sequence."""
     import transformers
 
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ FAST, SLOW, SLOWEST = Link(2e-4, 1e9), Link(1e-3, 5e7), Link(2e-3, 1e7)
 
 
 class ThreadClock:
-    """Seconds that this thread has worked, and seconds that it has waited."""
+    """A clock of the seconds that this thread has worked and waited."""
 
     def __init__(self) -> None:
         self._waited_s = 0.0
@@ -80,15 +80,15 @@ class ThreadClock:
         return time.thread_time() + self._waited_s
 
     def sleep(self, seconds: float) -> None:
-        """Count them as waited."""
+        """Count the seconds as waited."""
         self._waited_s += seconds
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model, and what joins its devices: links inside and between boxes.
+    """A model, and the links of its devices inside and between nodes.
 
-    `memory_mib` is each device's; None: of what `calibrate` finds. `batch` is in sequences.
+    `memory_mib` is each device's memory; None: the memory that `calibrate` finds. `batch` is in sequences.
     """
 
     build: Callable[[], Built]
@@ -105,7 +105,7 @@ class Tiny:
         return self.nodes * self.devices
 
     def cluster(self, device: Device) -> Cluster:
-        """For the planner."""
+        """Return the cluster for the planner."""
         memory = device.memory_bytes if self.memory_mib is None else self.memory_mib * 2**20
         intra, inter = _priced(self.intra), _priced(self.inter)
         node = NodeType("tiny", replace(device, memory_bytes=memory), self.devices, intra, inter)
@@ -140,7 +140,7 @@ WAYS = ("data", "tensor", "context", "expert", "pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A cluster's plan, predicted beside measured, in seconds of a step and of what ranks wait for in it."""
+    """A cluster's plan, with predicted and measured seconds of a step and of its waits."""
 
     name: str
     plan: str
@@ -155,7 +155,7 @@ class Row:
 
 
 def _measured(budget_s: float) -> Calibration:
-    """The machine with all ranks busy, by what their threads work."""
+    """Measure the machine with all ranks busy, by the work of their threads."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with patch("cost_models.calibration.time.perf_counter", time.thread_time):
@@ -163,7 +163,7 @@ def _measured(budget_s: float) -> Calibration:
 
 
 def _trained(name: str, passed: Calibration, steps: int) -> tuple[Any, list[float]]:
-    """The plan that is found for a cluster, and the times of its steps; on every rank."""
+    """Return the plan of a cluster, and the times of its steps, on every rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tiny, clock = TINY[name], ThreadClock()
@@ -208,7 +208,7 @@ def _launch(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measure(name: str, steps: int) -> Row:
-    """Calibrate, plan and train, calibrate again; the plan is priced for the mean of both."""
+    """Calibrate, plan and train, and calibrate anew; the plan is priced for the mean of both calibrations."""
     before = _launch(TINY[name].ranks, _measured, 10.0)
     plan, times_s = _launch(TINY[name].ranks, _trained, name, before, steps)
     after = _launch(TINY[name].ranks, _measured, 10.0)

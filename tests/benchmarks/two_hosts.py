@@ -1,6 +1,6 @@
-"""Two emulated hosts on this machine: network namespaces joined by a link of limited rate (Linux, root).
+"""Two emulated hosts on this machine: network namespaces on a link of limited rate (Linux, root).
 
-Each host has its own network stack; what one sends the other passes a token bucket (`tc tbf`), each way. Processors and
+Each host has its own network stack, and messages in each direction pass a token bucket (`tc tbf`). Processors and
 memory are shared.
 """
 
@@ -22,13 +22,13 @@ _BURST, _LATENCY = "256kb", "200ms"
 
 
 class TwoHosts:
-    """Two hosts while it is entered.
+    """Two hosts within this context.
 
     Args:
-        rate: of the link, each way, as `tc` takes it ("200mbit", "1gbit"); "none" leaves it unlimited.
+        rate: rate of the link in each direction, as for `tc` ("200mbit", "1gbit"); "none" leaves the rate unlimited.
 
     Raises:
-        SystemExit: this machine cannot make them; the message says what it lacks.
+        SystemExit: this machine cannot make the hosts; the message names the missing part.
     """
 
     def __init__(self, rate: str) -> None:
@@ -106,7 +106,7 @@ def _run(*command: str) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that should end by itself, and end it if it does not."""
+    """Wait for a process to end, and end the process otherwise."""
     try:
         process.wait(timeout=30)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
 """Intervals of predictions, from the errors of past predictions.
 
-Split conformal prediction (Papadopoulos et al. 2002; Vovk, Gammerman, Shafer 2005): with n past errors r_i =
-|log(predicted / measured)| that the next one is exchangeable with, the k-th smallest, k = ceil((n + 1) * coverage),
-bounds the next with probability `coverage` or more, whatever the distribution. So the interval is relative:
+Split conformal prediction (Papadopoulos et al. 2002; Vovk, Gammerman, Shafer 2005) uses n past errors r_i =
+|log(predicted / measured)|, which are exchangeable with the next error. The k-th smallest error, k = ceil((n + 1) *
+coverage), bounds the next error with probability `coverage` or more, under any distribution. The interval is relative:
 
     [predicted * exp(-w), predicted * exp(w)],   w = r_(k)
 """
@@ -18,15 +18,15 @@ from cost_models.intervals import Uncertainty
 
 
 def conformal(log_errors: Sequence[float], coverage: float = 0.9) -> Uncertainty:
-    """The uncertainty that past errors bear out.
+    """Return the uncertainty of past errors.
 
     Args:
         log_errors: log(predicted / measured) of predictions whose measurements played no part in the fit.
         coverage: probability with which the interval shall hold the measurement.
 
     Raises:
-        CostArgumentError: too few errors for the coverage (0.9 needs 9), one that is not finite, or a coverage that is
-            no probability.
+        CostArgumentError: too few errors for the coverage (0.9 needs 9), an infinite error, or a coverage that is no
+            probability.
     """
     if not 0 < coverage < 1:
         raise CostArgumentError(f"coverage={coverage!r} is no probability between 0 and 1.")
@@ -40,12 +40,12 @@ def conformal(log_errors: Sequence[float], coverage: float = 0.9) -> Uncertainty
 
 
 def keep_step_time_uncertainty(kind: str, uncertainty: Uncertainty, source: str, date: str) -> None:
-    """Write the uncertainty of a kind of prediction to its data file, beside those of other kinds.
+    """Write the uncertainty of a kind of prediction to its data file, beside the other kinds.
 
     Args:
-        kind: see `RECIPES`.
-        uncertainty: what past errors bear out.
-        source: which errors these are, and what measured them.
+        kind: a key of `RECIPES`.
+        uncertainty: the uncertainty of past errors.
+        source: the errors and their measurement.
         date: ISO date.
     """
     known = dict(constants.load("runtime", "step_time").constants) if "step_time" in constants.names("runtime") else {}

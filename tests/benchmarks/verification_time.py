@@ -1,12 +1,12 @@
-"""How long a proof takes beside the compile that it is part of.
+"""Time of a proof beside the compile that contains the proof.
 
 Run: python -m tests.benchmarks.verification_time [--models gpt2 t5 ...] [--search-seconds 5] [--large] [--layers 126]
 
-Models of the zoo on two axes: every stage of a compile, and the share of verification (preparation, program, phases).
-With `--large` Llama-3 405B (Dubey et al. 2024, table 3) in bfloat16 for 8,192 ranks, 1,024 of data by 8 of model, under
-a layout that experts write by hand (parameters over both axes, activations over the batch): one text serves all ranks,
-so its length does not grow with them. Times are CPU seconds of one thread, so that other work on the machine counts
-little; memory is the largest resident set of the process so far.
+Models of the zoo are compiled on two axes. The table shows every stage, and the share of verification (preparation,
+program, phases). `--large` compiles Llama-3 405B (Dubey et al. 2024, table 3) in bfloat16 for 8,192 ranks, 1,024 of
+data by 8 of model. Its layout is written by hand: parameters over both axes, activations over the batch. One text
+serves all ranks, so its length does not grow with ranks. Times are CPU seconds of one thread, so that other work on the
+machine counts little. Memory is the largest resident set of the process so far.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "overlap_offload": ({"overlap_offload": False, "offload": "activations"},),
     "merged_dispatch": ({"merged_dispatch": True, "expert": 2},),
     "separate_experts": ({"separate_experts": True},),
+    "folded_experts": ({"folded_experts": False, "expert": 2},),
     "bucket_bytes": ({"bucket_bytes": 10_000},),
     "listed_collectives": ({"listed_collectives": True}, {"listed_collectives": True, "zero": 3}),
     "fused": ({"fused": False},),

@@ -47,34 +47,7 @@ ENFORCED = (
     "passes/solver",
     "passes/strategies",
     "passes/verification",
-    "tests/checkpoints",
-    "tests/cli",
-    "tests/conftest.py",
-    "tests/cost_models",
-    "tests/docs",
-    "tests/end_to_end",
-    "tests/examples",
-    "tests/graphs",
-    "tests/ir",
-    "tests/kernels",
-    "tests/models.py",
-    "tests/mutants.py",
-    "tests/nightly.py",
-    "tests/passes",
-    "tests/prose",
-    "tests/report",
-    "tests/rules",
-    "tests/runtime",
-    "tests/samples.py",
-    "tests/test_api.py",
-    "tests/test_architecture.py",
-    "tests/test_arguments.py",
-    "tests/test_arguments_refused.py",
-    "tests/test_autoshard_command.py",
-    "tests/test_calibration.py",
-    "tests/test_data.py",
-    "tests/testing",
-    "tests/tracing",
+    "tests",
 )
 """Files and folders that hold the limits. Each keeps its line; the list grows to the whole tree."""
 ANCHORS = ("torch", "transformers", "networkx", "hypothesis", "attr", "equinox", "xdsl", "pytato", "torchtitan")
@@ -149,9 +122,11 @@ def _problems(sentence: Sentence, counts: Counts) -> Iterator[str]:
 
 
 def _sentences(place: Path) -> Iterator[Sentence]:
+    """Return the sentences of a file or folder; records of measurements (`results.md`, `results/`) are data."""
     files = [place] if place.is_file() else sorted([*place.rglob("*.py"), *place.rglob("*.md")])
     for path in files:
-        yield from sentences(path)
+        if path.parent.name != "results" and path.name != "results.md":
+            yield from sentences(path)
 
 
 def _sample(place: Path) -> Iterator[Sentence]:

@@ -60,7 +60,7 @@ def test_pages_are_read_without_code_and_headings(tmp_path: Path) -> None:
 
 
 def test_a_word_that_ends_like_an_abbreviation_ends_its_sentence(tmp_path: Path) -> None:
-    """A word in "al" ends a sentence, and "et al." does not."""
+    """The word "usual." ends a sentence and "et al." does not; a literal block behind "::" is left out."""
     path = tmp_path / "page.md"
-    path.write_text("Shazeer et al. 2017 wrote as usual. Ranks wait.\n")
-    assert [s.text for s in sentences(path)] == ["Shazeer et al. 2017 wrote as usual.", "Ranks wait."]
+    path.write_text("Shazeer et al. 2017 wrote as usual. Ranks wait::\n\n    literal text\n")
+    assert [s.text for s in sentences(path)] == ["Shazeer et al. 2017 wrote as usual.", "Ranks wait:"]

@@ -123,7 +123,7 @@ def _skipped(line: str) -> bool:
 def _cleaned(text: str) -> str:
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r":\w+:`[^`]*`|``[^`]*``|`[^`]*`|\{[^{}]*:[^{}]*\}|https?://\S+|\$[^$]*\$", CODE, text)
-    return re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"\s+", " ", text).strip().replace("::", ":")
 
 
 def _split(text: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """`python -m tests.zoo [--only PATTERN ...] [--sample COUNT]`: run architectures, and write `tests/zoo/results.md`.
 
-Each runs in a process of its own, with limits of time and memory, so that one that hangs or is killed is a line of
-the table like any other. Results are kept in `results.json`: those of architectures that are not run stay as they are.
-A sample is drawn anew each day, and leaves the page as it is.
+Each architecture runs in a process of its own with limits of time and memory. A hanging or killed process is a row of
+the table. `results.json` keeps the results of architectures that do not run this time. A sample is drawn anew
+each day, and leaves the page unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT = Path(__file__).with_name("results.json")
 
 
 def main(arguments: list[str]) -> int:
-    """Run what was asked for; 0 if all of it passed."""
+    """Run the chosen architectures; return 0 if all passed."""
     options = _parser().parse_args(arguments)
     names = [name for name in ARCHITECTURES if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)]
     missing = {ARCHITECTURES[name].library for name in names if not ARCHITECTURES[name].library.is_installed}
@@ -58,13 +58,13 @@ def main(arguments: list[str]) -> int:
 
 
 def sample(names: Sequence[str], count: int, date: str) -> list[str]:
-    """Some of the names, in their order: the same for a date."""
+    """Return some of the names in order, equal for equal dates."""
     drawn = set(random.Random(date).sample(list(names), min(count, len(names))))
     return [name for name in names if name in drawn]
 
 
 def _write(result: Result) -> None:
-    """Put a result among the kept ones, and write the page anew. Two runs at once do not lose each other's."""
+    """Add a result to the kept results, and write the page; two runs at once lose no result."""
     with PAGE.open("a") as page:
         fcntl.flock(page, fcntl.LOCK_EX)
         _write_locked(result)
@@ -79,7 +79,7 @@ def _write_locked(result: Result) -> None:
 
 
 def _revision() -> str:
-    """The commit that is checked out; nothing where that is not known."""
+    """Return the commit of the checkout, or an empty string."""
     command = ["git", "-C", str(PAGE.parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Entries of the zoo: the name of a library's model, a small config, and inputs for it."""
+"""Entries of the zoo: a library's model, a small config, and inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Inputs = dict[str, Any]
 
 
 class Library(StrEnum):
-    """Whose model it is; imported when one is built. All but the first come with `pip install 'autoshard[zoo]'`."""
+    """A library of models, imported at the first build; `pip install 'autoshard[zoo]'` installs all but the first."""
 
     TRANSFORMERS = "transformers"
     DIFFUSERS = "diffusers"
@@ -29,12 +29,12 @@ class Library(StrEnum):
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be imported."""
+        """Whether the library can be imported."""
         return importlib.util.find_spec(self) is not None
 
     @property
     def version(self) -> str:
-        """Its name and version; the name alone where it is not installed."""
+        """Return name and version, or the name alone without an installation."""
         return f"{self} {importlib.metadata.version(self)}" if self.is_installed else str(self)
 
     @property
@@ -66,14 +66,14 @@ class Family(StrEnum):
 
 
 class WithTargets(nn.Module):
-    """A model that gives no loss, with one: the mean square of each floating output's distance to a target, added."""
+    """A model without a loss, wrapped with the summed mean square distances of its floating outputs to targets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, targets: list[Tensor], **inputs: Any) -> Tensor:
-        """The loss; `targets` as many, and of the same shapes, as what `outputs` gives."""
+        """Return the loss; `targets` have the number and shapes of `outputs`."""
         pairs = zip(self.outputs(inputs), targets, strict=True)
         return torch.stack([F.mse_loss(output, target) for output, target in pairs]).sum()
 
@@ -88,17 +88,16 @@ class Architecture:
     """One architecture.
 
     Args:
-        name: of its folder in transformers, or with a suffix for another variant.
-        model: class name in the library, or what makes the model of the config.
-        config: keyword arguments of the model's config class, or of the model where it has none; nested ones are dicts.
+        name: name of its folder in transformers, perhaps with a suffix for a variant.
+        model: class name in the library, or a function from config to model.
+        config: keyword arguments of the model's config class, or of the model without one; nested configs are dicts.
         inputs: makes the keyword arguments of a call from the model.
         call: more keyword arguments of the call.
-        library: whose model it is.
-        has_loss: it gives a loss, or outputs that are compared, by itself; else it gets `WithTargets`, as all models of
-            other libraries than transformers do.
-        rate: of plain gradient descent, with which it is trained (where a true gradient is zero, Adam would divide
-            rounding by its own size); small where gradients are large, as behind batch norms of few values: there a
-            larger step turns the rounding of one device into other numbers.
+        library: library of the model.
+        has_loss: the model returns a loss, or outputs to compare. Otherwise it is wrapped in `WithTargets`, as are all
+            models of libraries other than transformers.
+        rate: learning rate of plain gradient descent, because Adam would divide rounding by its own size. The rate is
+            small for large gradients, as behind batch norms of few values, which would amplify rounding.
     """
 
     name: str
@@ -112,7 +111,7 @@ class Architecture:
     rate: float = 1e-2
 
     def build(self) -> tuple[nn.Module, Inputs]:
-        """The model with random weights, in evaluation mode, and its first batch; the same in every process."""
+        """Return the model with random weights in evaluation mode, and its first batch, equal in every process."""
         torch.manual_seed(0)
         model = self._model().eval()
         return model, self.batch(model)
@@ -125,7 +124,7 @@ class Architecture:
         return WithTargets(_without_zeros(kind(**self.config)))
 
     def batch(self, model: nn.Module, number: int = 0) -> Inputs:
-        """A batch for the model; others have the same shapes and other numbers."""
+        """Return a batch for the model; batches differ in their numbers alone."""
         with drawing(number):
             if not isinstance(model, WithTargets):
                 return {**self.inputs(model), **self.call}
@@ -142,12 +141,13 @@ _OFF = {
     "use_cache": False,
     **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
 }
-"""Fields of configs that let a model draw, in training, spans that it masks, or whole layers: each choice of these is
-a program of its own. An architecture may ask for the spans. And caches, which programs do not return."""
+"""Fields of configs for random spans and random layers in training, because each draw would be a program of its own. An
+architecture may enable spans. Caches are off too, because programs do not return caches.
+"""
 
 
 def _settled(config: Any, asked: Collection[str] = ()) -> Any:
-    """The config, and those inside of it, without what makes a program of each step, unless it was asked for."""
+    """Return the config without fields that make a program for each step, except for enabled fields."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             _settled(value)
@@ -161,7 +161,7 @@ _BATCH: ContextVar[int] = ContextVar("zoo_batch", default=0)
 
 @contextmanager
 def drawing(number: int) -> Iterator[None]:
-    """Within, `generator` is of the batch of this number."""
+    """Within this context, `generator` belongs to the batch of this number."""
     token = _BATCH.set(number)
     try:
         yield
@@ -170,12 +170,12 @@ def drawing(number: int) -> Iterator[None]:
 
 
 def generator() -> torch.Generator:
-    """A fresh source of the same numbers: those of the batch that is drawn."""
+    """Return a fresh generator for the batch in the context."""
     return torch.Generator().manual_seed(1 + _BATCH.get())
 
 
 def _without_zeros(model: nn.Module) -> nn.Module:
-    """Draw parameters that start as zeros: behind them, all gradients would be zero."""
+    """Draw parameters that start as zeros, which would make all gradients in front zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():

@@ -1,14 +1,15 @@
 """Run one architecture on a simulated mesh, under a memory limit that forces parameters to be split.
 
-In order: (1) trace; (2) find the smallest peak memory that the planner knows a plan for, and that of a plan without
-splits, and set the limit between them, near the smallest; (3) search for the fastest plan under it; (4) lower, and
-prove preparation, lowered program and phases equal to what was traced, as `autoshard.compile` does; (5) train three
-steps in training mode on the simulator through `ShardedModule`, as a user would, each on a batch of its own; then
-evaluate one more batch; (6) compare the loss and every gradient of each step, all parameters and buffers behind the
-last, and what the evaluation gives, with one device.
+1. Trace the model.
+2. Find the smallest peak memory of a known plan, and the peak of a plan without splits. Set the limit in between, near
+   the smallest.
+3. Search for the fastest plan within the limit.
+4. Lower the plan, and prove preparation, lowered program and phases, as `autoshard.compile` does.
+5. Train three steps through `ShardedModule`, each on a batch of its own, and evaluate one more batch.
+6. Compare losses, gradients, final parameters and buffers, and the evaluation with one device.
 
-One device draws the random numbers that the call drew (`autoshard.tracing`'s operators, run as they are). A model that
-draws none trains as plain PyTorch; evaluation is plain PyTorch in any case.
+One device draws the call's random numbers by `autoshard.tracing`'s operators. A model without random numbers trains as
+plain PyTorch. Evaluation is always plain PyTorch.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ SLACKS = (0.15, 0.05, 0.0)
 """How far the memory limit is from the smallest peak towards that of an unsplit plan: the first that forces a split."""
 
 TOLERANCE, ROUNDING, LOOSEST = 1e-5, 4.0, 1e-3
-"""A relative error is at most 1e-5; where one device's own rounding (float32 against float64) is more than a quarter of
-that, four times the rounding, and never more than 1e-3: rounding grows from step to step."""
+"""A relative error is at most 1e-5. If one device's own rounding (float32 against float64) exceeds a quarter of 1e-5,
+the limit is four times the rounding, at most 1e-3. Rounding grows from step to step.
+"""
 
 SCALE_FLOOR = 1e-2
-"""Gradients smaller than this part of the largest one are compared on that scale: some are zero but for rounding."""
+"""Gradients below this share of the largest gradient are compared on that scale, because rounding dominates."""
 
 
 @dataclass(slots=True)
@@ -71,19 +73,18 @@ class Result:
     """The outcome of one architecture.
 
     Args:
-        stage: where it is, or where it stopped: "build", "trace", "plan", "lower", "verify",
-            "run", "compare", "done".
-        replicated: operators that run whole on every rank for want of a rule, and how many calls of each.
-        seconds: wall time of each stage that ended.
-        parameters, split: tensors of the model, and how many of them the plan splits.
-        error: largest relative error of the loss and gradients, and `worst`, the tensor that has it.
-        rounding: the same of one device in float32 against float64.
-        memory: the limit under which it was planned, as a share of the peak of a plan without splits.
-        gap: how far the plan's predicted time is from the proven bound, as a share of it; 0 if no search was made.
-        programs: how many were compiled: one to train and one to evaluate, unless the model reads values.
-        date, revision: when it was run, and at which commit.
-        library: whose model it is, with the version.
-        reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
+        stage: the present or last stage: "build", "trace", "plan", "lower", "verify", "run", "compare", "done".
+        replicated: operators without a rule that run whole on every rank, with their calls.
+        seconds: wall time of each finished stage.
+        parameters, split: number of the model's tensors, and of tensors that the plan splits.
+        error: largest relative error of the loss and gradients, and `worst`, its tensor.
+        rounding: the same error of one device in float32 against float64.
+        memory: the limit of the plan, as a share of the peak without splits.
+        gap: distance of the plan's predicted time from the proven bound, as a share of it; 0 without a search.
+        programs: number of compiled programs, two unless the model reads values.
+        date, revision: date and commit of the run.
+        library: library of the model, with its version.
+        reason: why the architecture failed, or empty. `traceback`: traceback of the exception.
     """
 
     name: str
@@ -119,12 +120,12 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     """Run an architecture and return its outcome.
 
     Args:
-        architecture: what to run.
-        time_budget_s: for the search for a plan; 0: take the one of the smallest peak.
-        report: is given the result, as far as it is known, as each stage starts.
+        architecture: the architecture.
+        time_budget_s: seconds for the search of a plan; 0: the plan of the smallest peak.
+        report: receives the result so far at the start of each stage.
 
     Raises:
-        Exception: whatever a stage raises; the last result that was reported says which one.
+        Exception: any exception of a stage; the last reported result names the stage.
     """
     result = start(architecture)
     compiler = TightCompiler(time_budget_s, result, report)
@@ -152,9 +153,9 @@ Step = Callable[[torch.Tensor], AbstractContextManager[None]]
 def train_and_evaluate(
     network: nn.Module, batches: Sequence[Mapping[str, Any]], rate: float, step: Step = contextlib.nullcontext
 ) -> dict[str, torch.Tensor]:
-    """Train on all batches but the last, and evaluate that: all that was seen, and the state behind the last step.
+    """Train on all batches but the last, and evaluate the last batch; return all results and the final state.
 
-    `rate` is that of `Architecture`.
+    `rate` is the rate of `Architecture`.
     """
     network.train()
     seeds, seen = SeedSequence(), dict[str, torch.Tensor]()
@@ -184,13 +185,13 @@ def _floating(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def start(architecture: Architecture) -> Result:
-    """The result of one of which nothing is known yet."""
+    """Return the empty result of an architecture."""
     date, library = time.strftime("%Y-%m-%d"), architecture.library.version
     return Result(architecture.name, str(architecture.family), date=date, library=library)
 
 
 def observe(network: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The loss, or the outputs where there is none, and the gradients of all parameters."""
+    """Return the loss, or the outputs without a loss, and the gradients of all parameters."""
     outputs = [leaf for leaf in pytree.tree_leaves(network(**inputs)) if isinstance(leaf, torch.Tensor)]
     differentiable = [output for output in outputs if output.requires_grad]
     scalars = [output for output in differentiable if output.ndim == 0]
@@ -211,7 +212,7 @@ def _weighted_sum(output: torch.Tensor) -> torch.Tensor:
 
 
 def largest_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-    """The value that differs most, relative to the largest element of its tensor (see `SCALE_FLOOR`)."""
+    """Return the value with the largest difference, relative to its tensor's largest element (see `SCALE_FLOOR`)."""
     if found.keys() != expected.keys():
         return f"only one of the two has {sorted(found.keys() ^ expected.keys())[:3]}", float("inf")
     scales = {name: float(value.abs().max()) for name, value in expected.items() if value.numel()}
@@ -257,10 +258,10 @@ def _failing(result: Result) -> str:
 
 @dataclass(slots=True)
 class TightCompiler:
-    """The runtime's `Compiler` that plans for as little memory as it can; see the module's docstring.
+    """The runtime's `Compiler` with plans for little memory; see the module's docstring.
 
-    The first program, of training, is planned as it says there and is what `result` tells of; others (of evaluation, or
-    for another value that the model reads) get the plan of the smallest peak.
+    The first program, of training, is planned as the docstring describes, and is reported in `result`. Later programs,
+    for evaluation or for other values, get the plan of the smallest peak.
     """
 
     time_budget_s: float
@@ -270,7 +271,7 @@ class TightCompiler:
     _is_first: bool = True
 
     def enter(self, stage: str) -> None:
-        """Report that a stage begins, and how long the one before took."""
+        """Report the start of a stage, and the seconds of the previous stage."""
         start, self._since = self._since, time.perf_counter()
         before = self.result.seconds.get(self.result.stage, 0.0)
         self.result.seconds[self.result.stage] = round(before + self._since - start, 2)
@@ -317,7 +318,7 @@ class TightCompiler:
 
 
 def plan_tightly(program: Program, time_budget_s: float, result: Result) -> Plan:
-    """A plan under a memory limit that is near the smallest there is a plan for; notes in `result` what it found."""
+    """Return a plan within a limit near the smallest peak of any plan; write its figures into `result`."""
     cluster = local_cluster(MESH)
     options = PlanOptions(time_budget_s=time_budget_s, with_baselines=False)
     planning = planning_problem(program, MESH, cluster, options)

@@ -35,7 +35,7 @@ def _steps() -> torch.Tensor:
 
 
 def _noised(*shape: int) -> MakeInputs:
-    """A batch of four, and the time of each."""
+    """Return a batch of four, and the time of each sample."""
     return lambda model: {"sample": draw(4, *shape), "timestep": _steps()}
 
 

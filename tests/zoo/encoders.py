@@ -1,4 +1,4 @@
-"""Models of text with an encoder, with or without a decoder behind it."""
+"""Models of text with an encoder, and perhaps a decoder."""
 
 from __future__ import annotations
 
@@ -148,6 +148,6 @@ PAIRS = (
 
 
 def _choices() -> dict[str, Any]:
-    """Four answers to each of four questions."""
+    """Return four answers to each of four questions."""
     tokens = bare_tokens(batch=16)(None)["input_ids"]  # type: ignore[arg-type]
     return {"input_ids": tokens.view(4, 4, -1), "labels": tokens[:4, 0] % 4}

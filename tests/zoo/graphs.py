@@ -19,7 +19,7 @@ CHANNELS = (FEATURES, 16, 4)
 
 
 class Layers(nn.Module):
-    """Graph convolutions, one after the other, with rectifiers between them."""
+    """Graph convolutions with rectifiers in between."""
 
     def __init__(self, convolutions: list[nn.Module]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _edges() -> Tensor:
 
 
 def _graph(**more: Callable[[], Any]) -> MakeInputs:
-    """Features of nodes and the edges between them."""
+    """Return features of nodes and the edges between nodes."""
     return lambda model: {"x": draw(NODES, FEATURES), "edge_index": _edges(), **{key: it() for key, it in more.items()}}
 
 

@@ -1,6 +1,6 @@
-"""Batches for the kinds of models: tokens, images, sounds, series, and pairs of them.
+"""Batches for the kinds of models: tokens, images, sounds, series, and their pairs.
 
-Each function takes sizes and gives a function of the model, as `Architecture.inputs` wants it.
+Each function takes sizes and returns a function of the model, for `Architecture.inputs`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MakeInputs = Callable[[nn.Module], Inputs]
 
 
 def draw_tokens(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Tensor:
-    """Token ids that avoid the special ones, 0 to 3."""
+    """Draw token ids without the special ids 0 to 3."""
     return torch.randint(4, vocabulary, (batch, length), generator=generator())
 
 
@@ -28,7 +28,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def labelled_tokens(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> MakeInputs:
-    """Tokens that are their own labels; some are ignored."""
+    """Return tokens that are their own labels, with some labels ignored."""
 
     def make(model: nn.Module) -> Inputs:
         tokens = draw_tokens(batch, length, vocabulary)
@@ -85,7 +85,7 @@ def images(size: int = 32, batch: int = BATCH, channels: int = 3) -> MakeInputs:
 
 
 def classified_images(classes: int = 8, size: int = 32, batch: int = BATCH, channels: int = 3) -> MakeInputs:
-    """Square images with a class each."""
+    """Return square images with a class each."""
     return lambda model: {**images(size, batch, channels)(model), "labels": _classes(batch, classes)}
 
 
@@ -124,12 +124,12 @@ def waves(samples: int = 800, batch: int = BATCH) -> MakeInputs:
 
 
 def classified_waves(classes: int = 2, samples: int = 800, batch: int = BATCH) -> MakeInputs:
-    """Sounds with a class each."""
+    """Return sounds with a class each."""
     return lambda model: {**waves(samples, batch)(model), "labels": _classes(batch, classes)}
 
 
 def spectra(bins: int, frames: int, target: int = 8, batch: int = BATCH) -> MakeInputs:
-    """Spectrograms [batch, bins, frames] and the tokens that are said."""
+    """Return spectrograms [batch, bins, frames] and their spoken tokens."""
     return lambda model: {"input_features": draw(batch, bins, frames), "labels": draw_tokens(batch, target)}
 
 

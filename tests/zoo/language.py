@@ -1,4 +1,4 @@
-"""Models of text: decoders, mixtures of experts, state-space and recurrent ones."""
+"""Models of text: decoders, mixtures of experts, state-space and recurrent models."""
 
 from __future__ import annotations
 

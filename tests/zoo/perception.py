@@ -1,4 +1,4 @@
-"""Models of images, sounds and series, and of several of them with text."""
+"""Models of images, sounds and series, and combinations with text."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ DETECTOR: dict[str, Any] = {
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 8, "decoder_n_points": 2, "num_denoising": 0,
     "initializer_range": 0.1,
 }  # fmt: skip
-"""A detector of images of 64 x 64 at strides of 8, 16 and 32. Smaller weights leave queries with almost equal scores,
-and rounding decides which of them are taken. Called without labels: their own loss matches boxes on the host with
-SciPy, which a trace refuses (PP-DocLayout has none)."""
+"""A detector of images of 64 x 64 at strides of 8, 16 and 32. Smaller weights give queries nearly equal scores, and
+rounding would decide which queries are taken. The call has no labels, because the model's own loss matches boxes on the
+host with SciPy, which a trace refuses (PP-DocLayout has no loss).
+"""
 RESNETS: dict[str, Any] = {
     "model_type": "rt_detr_resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
     "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
@@ -60,7 +61,7 @@ HGNET: dict[str, Any] = {
 }  # fmt: skip
 
 SPANS: dict[str, Any] = {"apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2}
-"""SpecAugment, which models of sounds do in training; off where it is not asked for."""
+"""SpecAugment, which models of sounds use in training, on request."""
 
 
 def _vision(name: str, model: str, config: dict[str, Any], **more: Any) -> Architecture:
@@ -397,14 +398,14 @@ def _five_dimensional(inputs: Inputs) -> Inputs:
 
 
 def _padded_waves() -> Inputs:
-    """Sounds of which one is shorter."""
+    """Return sounds, one of them shorter."""
     mask = torch.ones(4, 800, dtype=torch.int64)
     mask[1, 600:] = 0
     return {"input_values": draw(4, 800), "attention_mask": mask}
 
 
 def _spoken_tokens() -> Inputs:
-    """Text with a sound of four frames of two codes in it, of which one text has three."""
+    """Return two texts, one of which has three codes of a sound of four frames of two codes."""
     tokens, codes = draw_tokens(vocabulary=56), draw_tokens(4, 8, 16).view(4, 4, 2)
     tokens[:, 3:7] = IMAGE_TOKEN
     tokens[1, 6] = 5
@@ -416,7 +417,7 @@ def _spoken_tokens() -> Inputs:
 
 
 def _patches(width: int) -> Inputs:
-    """Four texts, each with an image of 4 x 4 patches that are merged 2 x 2."""
+    """Return four texts, each with an image of 4 x 4 patches that are merged 2 x 2."""
     tokens = draw_tokens(vocabulary=56)
     tokens[:, 1], tokens[:, 2:6], tokens[:, 6] = 62, IMAGE_TOKEN, 63
     return {

@@ -1,4 +1,4 @@
-"""One process per architecture, forked from one that has imported torch and the libraries."""
+"""Run each architecture in a process, forked from a process that has imported torch and the libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.zoo.table import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one process: wall seconds, seconds of them for the search, and gigabytes (1e9 bytes) of data."""
+    """Limits of a process: wall seconds, seconds for the search, and gigabytes (1e9 bytes) of data."""
 
     seconds: float = 600.0
     search_seconds: float = 5.0
@@ -29,7 +29,7 @@ class Limits:
 
 
 def run_all(names: Sequence[str], limits: Limits, jobs: int) -> Iterator[Result]:
-    """Results as they come, `jobs` processes at once."""
+    """Yield results as they arrive, with `jobs` processes at once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *sorted({ARCHITECTURES[name].library.module for name in names})])
     waiting, running = list(reversed(names)), []
@@ -57,7 +57,7 @@ class _Run:
         self._last = start(ARCHITECTURES[name])
 
     def poll(self) -> Result | None:
-        """The final result, if there is one."""
+        """Return the final result, or None."""
         try:
             while self.results.poll():
                 self._last = self.results.recv()
@@ -78,7 +78,7 @@ class _Run:
 
 
 def _work(name: str, limits: Limits, writer: Connection) -> None:
-    """In the process: send each state of the result; an exception becomes the reason."""
+    """Send each state of the result from the process; an exception becomes the reason."""
     quiet()
     size = int(limits.gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))

@@ -63,7 +63,7 @@ def row(result: Result) -> tuple[str, ...]:
 
 
 def rich_table(results: Sequence[Result]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     table = Table(*COLUMNS, title=summary(results))
     for result in results:
         cells = row(result)
@@ -138,7 +138,7 @@ def _by_library(results: Sequence[Result]) -> list[str]:
 
 
 def _dates(results: Sequence[Result]) -> str:
-    """On which days, and at which commits, how many were run."""
+    """Return the dates and commits of the runs, with their counts."""
     dates = Counter((result.date or "an earlier day", result.revision or "an unknown commit") for result in results)
     return "Run on " + ", ".join(f"{date} at {commit} ({count})" for (date, commit), count in sorted(dates.items()))
 

@@ -1,4 +1,4 @@
-"""A few small architectures of each kind; `make zoo` runs all of them."""
+"""A few small architectures of each kind run as tests; `make zoo` runs all architectures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MARKS = dict.fromkeys(("falcon_mamba", "gpt_bigcode", "patchtst", "phi", "wav2v
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in QUICK])
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
-    """Planned near the smallest memory, proven, trained and evaluated: all is as on one device."""
+    """Training and evaluation of a proven plan near the smallest memory equal one device."""
     architecture = ARCHITECTURES[name]
     if not architecture.library.is_installed:
         pytest.skip(f"{architecture.library} is not installed; `make zoo` installs it")
@@ -51,7 +51,7 @@ def test_a_sharded_architecture_equals_one_device(name: str) -> None:
 
 
 def test_a_wrong_step_is_noticed() -> None:
-    """A difference behind the first step alone is an error: a buffer, and the loss and gradients after it."""
+    """A difference behind the first step, in a buffer or in later losses and gradients, is an error."""
     batches = [{"x": torch.randn(4, 3)} for _ in range(3)]
     torch.manual_seed(0)
     right, wrong = Counts(by=1.0), Counts(by=1.5)
@@ -63,7 +63,7 @@ def test_a_wrong_step_is_noticed() -> None:
 
 
 def test_the_sample_of_a_day() -> None:
-    """The same all day, other architectures on another."""
+    """The sample depends on the date."""
     first, again, other = (sample(list(ARCHITECTURES), 12, date) for date in ("2026-01-01", "2026-01-01", "2026-01-02"))
     assert len(first) == 12
     assert set(first) <= set(ARCHITECTURES)
@@ -72,7 +72,7 @@ def test_the_sample_of_a_day() -> None:
 
 @pytest.mark.parametrize("library", Library)
 def test_building_twice_gives_the_same(library: Library) -> None:
-    """Weights, inputs and targets are those of any other process."""
+    """Weights, inputs and targets equal the values of any other process."""
     if not library.is_installed:
         pytest.skip(f"{library} is not installed; `make zoo` installs it")
     architecture = next(item for item in ARCHITECTURES.values() if item.library is library)
@@ -100,7 +100,7 @@ def test_the_page_lists_what_failed_and_what_was_not_run() -> None:
 
 
 class Counts(nn.Module):
-    """Weighs its input by how often it was called in training."""
+    """A model that weighs its input by its number of calls in training."""
 
     calls: torch.Tensor
 
@@ -117,14 +117,14 @@ class Counts(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Two floating outputs, and one that is not."""
+    """A model with two floating outputs, and one integer output."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return x, {"count": torch.tensor(2), "twice": 2 * x}
 
 
 def test_names_are_unique_and_families_are_covered() -> None:
-    """Sixty architectures at least, of each family one."""
+    """Names are unique, and at least sixty architectures cover every family."""
     families = {architecture.family for architecture in ARCHITECTURES.values()}
     assert len(ARCHITECTURES) >= 60
     assert families == set(type(next(iter(families))))

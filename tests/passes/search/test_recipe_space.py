@@ -109,6 +109,9 @@ def test_fields_are_restricted() -> None:
     """A group of all replicas counts as no group, and a constraint may name its size."""
     only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1F1B")}
     found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
+    assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2)}
+    free = {name: values for name, values in only.items() if name != "zero_group"}
+    found = list(RecipeSpace(DENSE, 4, BASE, only=free, zero_groups=(2,)).recipes())
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2), (2, None)}
 
 
