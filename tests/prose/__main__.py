@@ -39,7 +39,7 @@ ENFORCED = (
     "passes",
     "tests",
 )
-"""Files and folders that hold the limits. Each keeps its line; the list grows to the whole tree."""
+"""All files and folders of the tree with code or pages."""
 ANCHORS = ("torch", "transformers", "networkx", "hypothesis", "attr", "equinox", "xdsl", "pytato", "torchtitan")
 """Packages to compare with, if installed."""
 
