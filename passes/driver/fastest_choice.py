@@ -1,12 +1,13 @@
-"""Which of the choices that a search found is fastest as it is lowered, and how long the steps of known recipes take.
+"""Find the fastest choice of a search by its lowered program, and predict the steps of known recipes.
 
-The search adds up what a step does. What runs puts collectives into buckets and hides them, in some plans more than in
-others, and never what is recomputed. So the lowered programs decide:
+The search adds up the seconds of a step's parts. The lowered program puts collectives into buckets and hides them, in
+some
+plans more than in others. So the lowered programs decide:
 
-1. the search's own choice is lowered;
-2. each other choice has a rough step, by the prices of the problem, scaled by what lowering made of the search's own;
-3. the choices whose rough step is near the fastest step are lowered, the shortest first;
-4. the plan is the one of the shortest step. Known recipes that were not lowered are when their step is first read.
+1. lower the search's own choice;
+2. compute a rough step of each other choice from the problem's prices, scaled by the lowered step of the search's own;
+3. lower the choices with rough steps near the fastest step, the shortest first;
+4. take the plan of the shortest step. A known recipe that was not lowered is lowered when its step is first read.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from passes.recomputation.whole_blocks import joint_with_blocks
 from passes.solver.assignment import Solution
 
 _NEAR, _VERY_NEAR = 0.2, 0.05
-"""Part by which a rough step is too long at most; the second one without inner blocks, and on one machine's CPUs.
+"""Most relative excess of a rough step over the lowered step; the second one without inner blocks, and on CPUs.
 
-Rough steps are scaled by what lowering made of the search's own. Of 110 choices of some fifteen models they were at
-most 1.16 of the lowered step on L4s and H100s, 1.03 in programs without inner blocks, and 1.03 on CPUs (2026-11-29)."""
+Rough steps are scaled by the lowered step of the search's own choice. The excess was measured on 110 choices of some
+fifteen models. It was at most 1.16 on L4s and H100s, 1.03 without inner blocks, and 1.03 on CPUs (2026-11-29).
+"""
 
 _ALIKE = 0.02
-"""Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
+"""Relative difference up to which plans on CPUs count as equal; prices are less exact
+(`tests.benchmarks.local_plans`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,12 @@ class Decision:
     """The decision of a search.
 
     Args:
-        planning: the planning problem of the program as it will run, with what is recomputed.
+        planning: the planning problem of the program as it will run, with recomputation.
         solution: one option per variable of `planning`.
-        recompute: what is recomputed.
-        offload: what is offloaded.
-        baselines: the best solutions of the known recipes, without recomputation; None where none fits.
-        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
+        recompute: the recomputed values.
+        offload: the offloaded values.
+        baselines: the best solutions of the known recipes, without recomputation; None if no solution fits.
+        bucketed: the best solution at bucket prices of parameters and gradients.
     """
 
     planning: PlanningProblem
@@ -63,13 +67,13 @@ class Decision:
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """The plan of the shortest predicted step among the choices of a search, with the steps of known recipes.
+    """Return the plan of the shortest predicted step among a search's choices, with the steps of known recipes.
 
     Args:
-        planning: the problem without what is recomputed.
+        planning: the problem without recomputation.
         found: the choices.
-        cluster, options: what the search was for. Once it is over no others are lowered; known recipes that may be
-            faster than the plan are then left out.
+        cluster, options: the hardware and the options of the search. When time is up, no more choices are lowered.
+            Known recipes that may be faster than the plan are then left out.
     """
     lowering = _ChoiceLowering(planning, found.solution.lower_bound, cluster, options)
     own = lowering(found.solution, found.planning)
@@ -104,7 +108,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
-    """The known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
+    """Return the known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
@@ -114,7 +118,7 @@ def nearest_recipe(
 def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
-    """The steps of known recipes, each lowered when it is read."""
+    """Return the steps of known recipes; each recipe is lowered when its step is read."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
@@ -125,7 +129,7 @@ _Choice = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceLowering:
-    """Lowers choices of a problem for a cluster; `lower_bound` is of the search."""
+    """Lower choices of a problem for a cluster; `lower_bound` is the search's."""
 
     planning: PlanningProblem
     lower_bound: float
@@ -134,7 +138,7 @@ class _ChoiceLowering:
 
     @property
     def near(self) -> float:
-        """The most that a rough step may be of the fastest step, for the choice to be lowered."""
+        """The largest ratio of a rough step to the fastest step at which the choice is lowered."""
         is_exact = bool(self.planning.repeated.sites) or overlap_of(self.cluster) is None
         return 1 + (_VERY_NEAR if is_exact else _NEAR)
 
@@ -144,23 +148,23 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """The predicted step of a plan; None where it does not fit."""
+        """Return the predicted step of a plan; None if the plan does not fit."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
     def step_of(self, found: Solution) -> float | None:
-        """The predicted step of a choice; None where it does not fit."""
+        """Return the predicted step of a choice; None if the choice does not fit."""
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """The step of a choice, about."""
+        """Return the rough step of a choice, seconds."""
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Steps of choices, about, by what lowering made of the search's own."""
+    """Return the rough steps of choices, scaled by the lowered step of the search's own choice."""
     if not others:
         return {}
     rough_s = lowering.rough_step_s(found.solution, found.planning)
@@ -169,9 +173,9 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """The plan of the shortest step; on CPUs, of those as fast, the one that launches least.
+    """Return the plan of the shortest step; on CPUs, among equally fast plans, the plan with the fewest launches.
 
-    No plan is taken that is slower than a known recipe, whose steps are `known_s`.
+    A plan that is slower than a known recipe is never taken; `known_s` has the recipes' steps.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

@@ -1,4 +1,4 @@
-"""The one loop that plans: each candidate is planned, with stages or without, and the fastest plan is kept."""
+"""The one loop over candidates: plan each of them, with stages or without, and keep the fastest plan."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what made it.
+    """A plan and its origin.
 
     Args:
-        planner: that made it.
+        planner: the planner of the plan.
         request: the call of a micro-batch.
-        program: the traced program; with stages, before it was cut.
+        program: the traced program; with stages, before the cut.
         plan: the plan.
         stage_plans: the planner of stages; None without stages.
         stages: the lowered stages; none without.
@@ -52,7 +52,7 @@ class Planned:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it recomputes and offloads nothing."""
+        """Whether the plan recomputes and offloads nothing."""
         return not self.plan.recompute.nodes and not self.plan.offload.nodes
 
 
@@ -62,16 +62,16 @@ def plan_candidates(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """The fastest plan of any candidate.
+    """Return the fastest plan of any candidate.
 
     Args:
-        planner: with all else that was asked for. Its time budget is for all candidates together.
+        planner: has the other arguments. Its time budget is for all candidates together.
         candidates: in the order tried.
-        request_of: the call of a micro-batch, by how many a step has.
-        check_stages: raises `NotAvailableError` where stages do not go with what was asked for.
+        request_of: returns the call of a micro-batch, for a number of micro-batches.
+        check_stages: raises `NotAvailableError` if the call does not support stages.
 
     Raises:
-        AutoshardError: no candidate has a plan; of the errors, the one of the least memory, or else the first.
+        AutoshardError: no candidate has a plan. The error of the least memory is raised, or else the first error.
     """
     planner, ceiling = replace(planner, traces=Traces()).begun()
     requests: dict[int, Request] = {}
@@ -109,13 +109,13 @@ def plan_candidates(
 
 
 _SLOWER = 1.05
-"""How many times the fastest step the last one takes at most for still more micro-batches to be tried."""
+"""More micro-batches are tried while the last step takes at most this multiple of the fastest step."""
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether a candidate that is for memory may be faster than the plans before it.
+    """Whether a candidate for short memory may be faster than the plans before it.
 
-    It is not where one of these keeps all values. More micro-batches are not, once the last ones were slower.
+    It may not if one of these plans keeps all values, or if the last increase of micro-batches was slower.
     """
     if any(each.is_plain for each in found):
         return False
@@ -124,7 +124,7 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """The fastest plan of a candidate; one within its whole recipe, where time cut a search that found less."""
+    """Return the fastest plan of a candidate; within its whole recipe if time cut a search that found less."""
     made, failure = None, None
     try:
         made = _plan_one(planner, candidate, request)
@@ -146,7 +146,7 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """The fastest plan of a candidate."""
+    """Return the fastest plan of a candidate."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
@@ -162,7 +162,7 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
-    """An error that also says which field of the recipe stands in the way."""
+    """Return an error that also names the recipe field in the way."""
     if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
         return error
     return DoesNotFitError(
@@ -172,6 +172,6 @@ def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
 
 
 def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
-    """The error of the candidate that needs the least memory, or else the first one."""
+    """Return the error of the candidate that needs the least memory, or else the first error."""
     too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
     return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]

@@ -1,6 +1,6 @@
-"""The stages of a recipe's pipeline: which blocks each has, on which rank it is, and how its schedule runs them.
+"""The stages of a recipe's pipeline: their blocks, their ranks, and their schedule.
 
-The first stage also has what comes before the blocks, the last what comes after.
+The first stage also has the layers before the blocks, and the last stage the layers after them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage: how often it has each layer class."""
+    """A stage: its number of each layer class."""
 
     layers: tuple[tuple[str, int], ...]
 
@@ -64,7 +64,7 @@ def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8192)
 def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[int, ...]:
-    """Blocks on each of some stages, as even as can be; with `split_ends` the ends count as blocks.
+    """Blocks on each of some stages, as even as possible; with `split_ends` the ends count as blocks.
 
     Example:
         >>> even_blocks(10, 4), even_blocks(10, 4, split_ends=True)
@@ -79,7 +79,7 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """How often each pipeline rank has each layer class, as its schedule lays the stages out, [ranks, classes]."""
+    """Number of each layer class on each pipeline rank, as the schedule places the stages, [ranks, classes]."""
     counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
@@ -88,13 +88,13 @@ def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution
 
 
 def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
-    """How often a stage has each layer class, in the order of `names`."""
+    """Number of each layer class in a stage, in the order of `names`."""
     counts = dict(stage.layers)
     return np.array([counts.get(name, 0) for name in names], dtype=float)
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """By pipeline rank, micro-batches that each of its stages holds at its peak; times do not change them."""
+    """Micro-batches that each stage of a pipeline rank holds at its peak, by rank; they do not depend on times."""
     if recipe.pipeline == 1:
         return (1.0,)
     counts = most_in_flight(recipe.chosen_schedule, recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
@@ -110,7 +110,7 @@ def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
     """Seconds of the pipeline.
 
     Raises:
-        RecipeError: the schedule does not take so many micro-batches or virtual stages.
+        RecipeError: the schedule does not allow the number of micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
         (only,) = stages

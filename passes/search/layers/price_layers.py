@@ -1,6 +1,6 @@
 """Price layer classes: seconds of computation by kind, bytes of every collective, bytes of memory.
 
-Computation is priced kernel by kernel with `cost_models`, as in planning. It is kept apart by what bounds it, so that
+Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds are kept apart by bound, so that
 the step's model (`cost_models.step`) can weigh the parts, and let communication run beside them.
 
 A search prices a model under thousands of layouts, which have most kernels in common. The time of a kernel depends only
@@ -38,9 +38,9 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Seconds of a device, by what bounds its kernels, and how many kernels there are.
+    """Seconds of a device, by the bound of its kernels, and the number of kernels.
 
-    `weight_gradient_s` is the part of `matmul_s` that nothing waits for: products that make parameters' gradients, in
+    `weight_gradient_s` is the part of `matmul_s` without later readers: products that make parameters' gradients, in
     `weight_gradient_kernels`.
     """
 
@@ -76,8 +76,9 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """A phase of a layer, once: work, the part of it in attention's core, that in its last product and what follows,
-    and collectives."""
+    """A phase of a layer, once: all its work, the work in attention's core, the work from its last product on, and its
+    collectives.
+    """
 
     busy: Busy
     core: Busy
@@ -87,15 +88,15 @@ class PhasePrice:
 
 @dataclass(kw_only=True, eq=False)
 class LayerPrice:
-    """The price of a layer class, once, for one micro-batch. Its phases are priced when they are read.
+    """The price of a layer class, once, for one micro-batch. Its phases are priced when first read.
 
     Args:
-        saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
+        saved_bytes: kept for the backward; `core_bytes` of them in attention's core.
         entering_bytes: bytes of values from other layer classes.
-        workspace_bytes: the most that a kernel reads and writes of what is not kept.
-        parameters: elements on each rank before ZeRO, of those that all replicas hold.
-        matrices: how many tensors of two dims or more these are.
-        expert_parameters: elements on each rank of those that the expert axis splits.
+        workspace_bytes: the most bytes that a kernel reads and writes of values that are not kept.
+        parameters: elements on each rank before ZeRO, of parameters that all replicas hold.
+        matrices: number of tensors of two dims or more among these.
+        expert_parameters: elements on each rank of parameters that the expert axis splits.
         phase: prices the "forward" or the "backward".
     """
 
@@ -235,9 +236,9 @@ Key = tuple[object, str]
 
 @dataclass
 class LayerPricer:
-    """Prices the layer classes of a model; what was priced is kept.
+    """Price the layer classes of a model, each once.
 
-    Operands of products that run in 8 bits are kept so (Transformer Engine, module/linear.py: `saved_inputmat`).
+    Operands of products in 8 bits are kept in 8 bits (Transformer Engine, module/linear.py: `saved_inputmat`).
     """
 
     products: Products
@@ -246,7 +247,7 @@ class LayerPricer:
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
-        """The price of a layer class, which `key` names, for `batch` sequences on axes of these sizes."""
+        """Return the price of the layer class `key`, for `batch` sequences on axes of these sizes."""
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
         parts = self._parts[key]
@@ -284,7 +285,7 @@ class LayerPricer:
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
-        """The groups of a phase; those of other kinds of recipes with the same kernels are the same."""
+        """Return the groups of a phase; kinds of recipes with the same kernels share groups."""
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
         products = [self.products.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
@@ -298,7 +299,7 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """A collective of a layer class that so many bytes enter."""
+    """Return a collective of a layer class that `entering` bytes enter."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -329,7 +330,7 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """A value as it is stored: rows that experts' ranks exchange stay as many."""
+    """Return a value as it is stored; exchanged rows of experts keep their number."""
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 

@@ -102,7 +102,7 @@ def test_clones_read_clones() -> None:
 
 
 def test_without_nodes_the_program_is_the_same() -> None:
-    """Nothing to recompute, nothing copied."""
+    """Without nodes to recompute or copy, the program is unchanged."""
     program = prepare(traced())
     assert InsertRecompute(())(program) is program
 
