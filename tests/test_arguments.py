@@ -41,7 +41,7 @@ def test_whole_numbers_of_bytes() -> None:
 
 
 def test_an_optimizer_with_a_schedule() -> None:
-    """Which wraps its step."""
+    """An optimizer whose step a schedule wraps is accepted."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -49,7 +49,7 @@ def test_an_optimizer_with_a_schedule() -> None:
 
 
 def test_plans_are_for_the_hardware_that_is_given() -> None:
-    """With a mesh, instead of this machine."""
+    """A plan for given hardware with a mesh is not for this machine."""
     given = Cluster("h100_sxm", 1, 2)
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), cluster=given, example_inputs=(torch.ones(4, 4),))
     assert sharded.plan is not None
@@ -81,7 +81,7 @@ def test_a_plan_for_another_mesh_is_where_the_search_starts() -> None:
 
 
 def test_without_strict_such_an_operator_runs_whole() -> None:
-    """Its plan says so, with the user's line."""
+    """Without strict=True an operator without a rule runs whole, and the plan names the user's line."""
     sharded = autoshard.compile(Mysterious(), MESH, example_inputs=(X,))
     torch.testing.assert_close(sharded(X), Mysterious()(X))
     operators = sharded.plan.replicated_operators

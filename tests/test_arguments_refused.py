@@ -266,7 +266,7 @@ def test_a_plan_of_a_model_with_the_same_parameters() -> None:
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line() -> None:
-    """With the user's file."""
+    """An operator without a rule is refused with the line of the user's file."""
     with pytest.raises(NoShardingRuleError, match=r"(?s)mystery.*test_arguments_refused\.py:\d+"):
         autoshard.compile(Mysterious(), MESH, example_inputs=(X,), strict=True)
 
@@ -450,7 +450,7 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
     ],
 )
 def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
-    """Each argument."""
+    """Each mistaken argument of `price` is refused."""
     given = {"model": model, "cluster": CLUSTER, "recipe": RECIPE, "example_inputs": (X,), "loss_fn": total, **options}
     assert words in refused(lambda: autoshard.price(**given))
 

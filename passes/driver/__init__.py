@@ -1,1 +1,1 @@
-"""Compile, plan and verify: what stands between a user's call and the passes."""
+"""Compile, plan and verify a user's call by the passes."""

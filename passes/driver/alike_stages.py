@@ -1,7 +1,8 @@
-"""Stages of a pipeline that are alike: the plan of one is the plan of the others, under their own names.
+"""Alike stages of a pipeline share one plan, each under its own names.
 
-Stages are alike where their graphs are, node by node: the same calls of the same places on values of the same shapes,
-and slots of the same kinds, of which the same is asked. The names of nodes, parameters and crossing values differ.
+Two stages are alike if their graphs are equal node by node: the same calls at the same places, on values of the same
+shapes. Their slots have the same kinds and the same requirements. Names of nodes, parameters and crossing values may
+differ.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 
 Asked = Callable[[str], Hashable]
-"""By the name of a slot, what is asked of its value."""
+"""Name of a slot to the requirements on its value."""
 
 
 def form_of(stage: Program, asked: Asked) -> str:
-    """A short hash that alike stages have in common.
+    """Return a short hash that alike stages share.
 
     Args:
-        stage: as cut, with its update.
+        stage: the stage as cut, with its update.
         asked: see `Asked`.
     """
     return hashlib.sha256("\n".join(_lines(stage, asked)).encode()).hexdigest()
@@ -59,10 +60,10 @@ def _slot_form(name: str, kind: str, asked: Asked) -> tuple[Hashable, ...]:
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """The plan of a stage, made for an alike one.
+    """Return the plan of a stage, from the plan of an alike stage.
 
     Args:
-        plan: of `alike`.
+        plan: the plan of `alike`.
         alike, stage: programs of alike stages, as cut.
     """
     of_alike, of_stage = prepare(alike), prepare(stage)
@@ -86,7 +87,7 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
 
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
-    """The program of an alike stage, with the names of a stage's own slots; its graphs are the same objects."""
+    """Return the program of an alike stage with the names of a stage's own slots; its graphs are the same objects."""
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
     inputs = tuple(_named(slot, taken[slot.slot.kind.value, slot.slot.name]) for slot in lowered.inputs)
@@ -113,12 +114,12 @@ def _brought(item: _Brought, names: Mapping[str, str], modules: Mapping[str, str
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Node of an alike program to the node at its place."""
+    """Map each node of an alike program to the node at its place."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Kind and name of an input slot to the name of that at its place; a result's key to the other's key."""
+    """Map kind and name of each input slot to the name at its place, and each result's key to the key at its place."""
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}
     return taken, given

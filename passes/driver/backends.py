@@ -1,4 +1,4 @@
-"""Backends: what runs the operators of a rank's graphs, and what is done to these graphs for it."""
+"""Backends: the engines that run a rank's graphs, and the rewrites that they need."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _WITH_KERNELS = ("inductor", "triton")
 
 
 def has_kernels(backend: str, device: torch.device) -> bool:
-    """Whether programs have kernels: on a CPU only in Triton's interpreter."""
+    """Whether programs have kernels; on a CPU only in Triton's interpreter."""
     return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """Return what rewrites a rank's graphs before they run, with processes."""
+    """Return the function that rewrites a rank's graphs before processes run them."""
     if backend != "inductor":
         return None
 
@@ -35,21 +35,21 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
 
 
 def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """See `DistributedEngine`."""
+    """Check a graph for `DistributedEngine`."""
     verify_in_place(before, after, written)
 
 
 def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """The passes over a graph that writes over parameters."""
+    """Return the passes over a graph that writes over parameters."""
     options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
     return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """The CUDA graphs from which a step's passes are launched, or None where they are not asked for.
+    """Return the CUDA graphs from which a step's passes are launched, or None without `cuda_graph`.
 
     Raises:
-        NotAvailableError: names what does not go with it, and the way out.
+        NotAvailableError: CUDA graphs do not support the call; the message names the reason and the way out.
     """
     if not cuda_graph:
         return None

@@ -1,4 +1,4 @@
-"""Ways to run a step that may be planned: meshes, stages and micro-batches, within a recipe or free."""
+"""The candidates for a step: meshes, stages and micro-batches, within a recipe or free."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from passes.search.search_recipes import NOTHING, FoundRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A way to run a step that may be planned.
+    """One candidate way to run a step.
 
     Args:
         meshes: the fastest of these is kept; a pipeline has one.
-        micro_batches: of a step.
-        recipe: within which it is planned; None: everywhere.
-        proposal: the recipe whose mesh it has.
-        is_spare: planned only where no candidate before it has a plan.
-        is_for_memory: planned only where each plan before it recomputes or offloads.
-        exact: the whole recipe, within which it is planned where the time budget cuts its search and the step is longer
-            than `slowest_s`.
+        micro_batches: number of micro-batches in a step.
+        recipe: restricts the plan; None: no restriction.
+        proposal: the recipe that proposed the mesh.
+        is_spare: planned only if no candidate before it has a plan.
+        is_for_memory: planned only if each plan before it recomputes or offloads.
+        exact: the whole recipe. The candidate is planned within it if the time budget cuts the search, and the step is
+            longer than `slowest_s`.
         slowest_s: see `exact`.
     """
 
@@ -58,20 +58,20 @@ class Candidate:
 
     @property
     def has_stages(self) -> bool:
-        """Whether its mesh has an axis that carries stages."""
+        """Whether its mesh has a pipeline axis."""
         return PIPELINE_AXIS in self.meshes[0].axis_names
 
 
 _MOST_COUNTS = 3
-"""Numbers of micro-batches of a pipeline that are tried where the number is free."""
+"""Numbers of micro-batches of a pipeline to try if the number is free."""
 
 
 def candidates_of(
     recipe: Recipe, meshes: Sequence[Mesh], global_batch: int, micro_batches: int | None = None
 ) -> list[Candidate]:
-    """The candidates within a recipe, the fewest micro-batches first; of so many alone, where `micro_batches` says.
+    """Return the candidates within a recipe, the fewest micro-batches first; `micro_batches` fixes their number.
 
-    Without stages their number rises until a plan neither recomputes nor offloads. A pipeline is planned with a few
+    Without stages the number rises until a plan neither recomputes nor offloads. A pipeline is planned with a few
     numbers, multiples of its ranks if possible.
 
     Raises:
@@ -94,21 +94,23 @@ def candidates_of(
 
 
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
-"""Fields that the search over specs decides, at its own prices, where no constraint does."""
+"""Fields that the search over specs decides at its own prices, unless constraints do."""
 
 _MOST_SHAPES, _NEAR, _NEAR_IF_SAVING, _SLOW = 3, 1.05, 1.5, 1.5
-"""Most recipes that are planned; how much slower than the fastest one they may be; the same of those that recompute or
-offload; how much slower than its recipe a plan may be whose search time has cut.
+"""Limits of planning: the number of planned recipes, and their slowdown against the fastest recipe. The third is this
+slowdown for recipes that recompute or offload. The last is a plan's slowdown against its recipe after a search that
+time cut.
 
-A plan recomputes single values, and a recipe whole blocks: at 60 % of a device's memory the plan of a recipe priced
-15 % slower was 14 % faster (Llama-3 8B on 64 H100s)."""
+A plan recomputes single values, a recipe whole blocks. For example, a Llama-3 8B on 64 H100s had 60 %
+of a device's memory. There the plan of a recipe priced 15 % slower was 14 % faster.
+"""
 
 _AXES_IN_TIME = 2
-"""Axes of a mesh on which all specs are searched in time; on more axes the recipe restricts them."""
+"""Number of mesh axes on which all specs are searched in time; on more axes the recipe restricts them."""
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
-    """A recipe without the fields that the search over specs decides; those that are `fixed` stay."""
+    """Return a recipe without the fields that the search over specs decides; `fixed` fields stay."""
     names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
     return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)
 
@@ -120,15 +122,15 @@ def candidates_found(
     global_batch: int,
     saving: FoundRecipe = NOTHING,
 ) -> Iterator[Candidate]:
-    """The candidates of the recipes that the outer search found, the fastest first.
+    """Return the candidates of the recipes that the outer search found, the fastest first.
 
-    Stages of one recipe alone are planned, unless it has no plan.
+    Stages of only one recipe are planned, unless it has no plan.
 
     Args:
         found: recipes, each with its price.
         fixed: fields that constraints decide.
-        cluster, global_batch: of the call.
-        saving: the fastest recipe that computes blocks again; planned only where memory is short.
+        cluster, global_batch: arguments of the call.
+        saving: the fastest recipe that recomputes blocks; planned only if memory is short.
     """
     shapes: dict[Recipe, tuple[Recipe, float]] = {}
     for each in sorted([*found, saving], key=lambda each: each.objective):
@@ -156,7 +158,7 @@ def candidates_found(
 
 
 def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:
-    """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
+    """Return the meshes that fit a recipe: the given mesh, or the meshes of a cluster's devices."""
     if isinstance(target, Cluster):
         meshes = meshes_of_recipe(recipe, target.size, target.devices_per_node)
     else:
@@ -167,12 +169,12 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """The first few numbers of micro-batches, of those that a step may have, that a pipeline's ranks divide."""
+    """Return the first few possible numbers of micro-batches; multiples of a pipeline's ranks come first."""
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Numbers of micro-batches, the fewest first, and the meshes on which a step may have so many."""
+    """Map numbers of micro-batches, the fewest first, to the meshes that can run them."""
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
         for parts in _micro_batches(mesh, recipe, global_batch):
@@ -197,13 +199,13 @@ def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[in
 
 
 def _replicas(mesh: Mesh) -> int:
-    """Ranks along the axes that replicas lie on."""
+    """Number of ranks along the axes of replicas."""
     sizes = dict(mesh.axes)
     return sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1)
 
 
 def with_batch(request: Request, size: int) -> Request:
-    """The call with so many sequences: the first ones, or all of them again and again."""
+    """Return the call with `size` sequences: its first sequences, or all of them repeated."""
     if size == batch_of(request.args, request.kwargs):
         return request
 
@@ -217,7 +219,7 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The size of dim 0 that the tensors of a call share."""
+    """Return the size of dim 0 that the tensors of a call share."""
     size = batch_size(args, kwargs)
     if size is None:
         raise TraceError(

@@ -1,4 +1,4 @@
-"""The plan that suits a model on a cluster, where a user gives no mesh."""
+"""Choose the mesh of a cluster for a model, if the user gives no mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.driver.planner import Planner
 
 
 def choose_mesh(call: Call, cluster: Cluster, planner: Planner, update: Update | None) -> tuple[Planner, Mesh]:
-    """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
+    """Return the mesh for a model on a cluster, and a planner that keeps the plan made for it."""
     if planner.fixed is not None:
         return planner, planner.fixed.mesh
     if call.example_inputs is None:

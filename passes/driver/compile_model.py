@@ -34,7 +34,7 @@ from passes.verification.verify_schedule import verify_schedule
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
-    """The model, made to run on all ranks of a mesh. See `autoshard.compile`."""
+    """Return the model, made to run on all ranks of a mesh, see `autoshard.compile`."""
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
     assert not isinstance(optimizer, str), "it was checked"
@@ -104,7 +104,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Raise `NotAvailableError` where the size of a micro-batch does not say how many a step has."""
+    """Raise `NotAvailableError` if the size of a micro-batch does not determine their number."""
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:
         return
@@ -120,14 +120,14 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """In how many parts the call or its recipe cuts a batch; None where neither says."""
+    """Return the number of micro-batches of the call or its recipe; None if neither gives it."""
     if call.recipe is None or call.recipe.micro_batch is None:
         return call.micro_batches
     return next(iter(by_micro_batches([mesh], call.recipe, batch_of(*call.inputs))))
 
 
 def _device_of(call: Call) -> torch.device:
-    """The model's device; of a model on meta, the mesh's, or the one on which torch makes tensors."""
+    """Return the model's device. For a model on meta it is the mesh's device, or torch's default device."""
     tensors = (*call.model.parameters(), *call.model.buffers())
     found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if found is not None:

@@ -1,8 +1,9 @@
 """Expand a plan of a program with blocks left out (`autoshard.ir.repeat`) to the program of the whole model.
 
-Every node of the whole program is matched with one of the short program: a node of a block left out with the node at
-the same place of the unit that stands for it, every other node with itself. Matched nodes make the same call at the
-same place of their modules, and their operands are matched too. Then the plan of a node is that of its match.
+Every node of the whole program is matched with a node of the short program. A node of a left-out block is matched with
+the node at the same place of the unit that stands for it. Every other node is matched with itself. Matched nodes make
+the same call at the same place of their modules, and their operands are matched too. Then the plan of a node is the
+plan of its match.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from passes.strategies.fold_blocks import module_paths
 from passes.strategies.repeated import NotAlikeError
 
 _Unit = tuple[int, int]
-"""A repeat (its position) and the first block of a unit; what is in none has (-1, 0)."""
+"""A repeat's position and the first block of a unit; (-1, 0) outside of units."""
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """The plan of the whole program of a call; the plan itself where it leaves nothing out.
+    """Return the plan of the whole program of a call; `plan` itself if it leaves out nothing.
 
     Args:
-        plan: made for the call.
+        plan: the plan of the call.
         program: the whole program, as traced.
         request: the call.
-        trace: what traces it.
+        trace: traces the call.
 
     Raises:
-        PlanMismatchError: the plan is of another program, or blocks that it leaves out are not like those beside them.
+        PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
     """
     if not plan.repeats:
         return plan
@@ -57,14 +58,14 @@ def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[
 
 
 def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
-    """The plan of the whole program.
+    """Return the plan of the whole program.
 
     Args:
-        plan: of `short`.
+        plan: the plan of `short`.
         short, whole: prepared programs of a call of the model, without some blocks and with all.
 
     Raises:
-        NotAlikeError: the programs differ in more than blocks that repeat.
+        NotAlikeError: the programs differ in more than repeated blocks.
     """
     again = _ExpandedRecompute(short, whole)
     recompute = replace(plan.recompute, nodes=again.expand(plan.recompute.nodes))
@@ -77,7 +78,7 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
 
 
 def _running(plan: Plan, prepared: Program) -> Program:
-    """A prepared program with what a plan recomputes and offloads."""
+    """Return a prepared program with the values that a plan recomputes and offloads."""
     return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
 
 
@@ -85,7 +86,7 @@ _Brought = TypeVar("_Brought", bound=BroughtBack)
 
 
 class _NodeSpot(NamedTuple):
-    """Where a node stands: which run of units, the first block of its unit, and its place there."""
+    """The position of a node: its repeat, the first block of its unit, and its place in the unit."""
 
     repeat: int
     first: int
@@ -94,13 +95,13 @@ class _NodeSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ExpandedRecompute:
-    """Expands what is brought back: of a unit that is left out, the same, and as many units further on."""
+    """Expand restored values: each left-out unit restores the same values, as many units further on."""
 
     short: Program
     whole: Program
 
     def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
-        """The items that the whole program brings back, in its order."""
+        """Return the values that the whole program restores, in its order."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
@@ -124,10 +125,10 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Node of the whole program to its match in the short one.
+    """Map each node of the whole program to its match in the short program.
 
     Raises:
-        NotAlikeError: some node has none.
+        NotAlikeError: some node has no match.
     """
     here, there = (_grouped(program, short.repeats) for program in (short, whole))
     matches: dict[str, str] = {}
@@ -142,7 +143,7 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """The nodes of a program by unit, in order, each with what matched ones agree in."""
+    """Group the nodes of a program by unit, in order, each with a key that matched nodes share."""
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -154,7 +155,7 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """The unit of a path, and the path in the unit that stands for it."""
+    """Return the unit of a path, and the path in the unit that stands for it."""
     for number, repeat in enumerate(repeats):
         found = repeat.unit(path)
         if found is not None:
@@ -163,7 +164,7 @@ def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
 
 
 def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
-    """Matched nodes read matched nodes, or those at the same place of another unit."""
+    """Check that matched nodes read matched nodes, or nodes at the same place of another unit."""
     places, nodes = _places(short), short.nodes_by_name()
     for node in whole.graph.nodes:
         if node.op != "call_function":
@@ -175,13 +176,13 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Where each node stands in its unit, whichever unit it is; what is in none stands for itself."""
+    """Map each node to its place in its unit; a node outside of units to itself."""
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Where the nodes of repeated units stand, those that are left out and the two at each of their ends."""
+    """Return the positions of nodes in repeated units: left-out units, and the units kept at each end."""
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}
     for name, path in module_paths(program).items():

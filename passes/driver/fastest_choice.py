@@ -43,7 +43,9 @@ models (2026-11-29): rough steps were at most 1.16 times the lowered step on L4s
 in programs without inner blocks, and on CPUs."""
 
 _ALIKE = 0.02
-"""Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
+"""Relative difference up to which plans on CPUs count as equal; prices are less exact
+(`tests.benchmarks.local_plans`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Decision:
         solution: one option per variable of `planning`.
         recompute: the recomputed values.
         offload: the offloaded values.
-        baselines: the best solutions of the known recipes, without recomputation; None where none fits.
+        baselines: the best solutions of the known recipes, without recomputation; None if no solution fits.
         bucketed: the best solution if collectives of parameters and gradients are priced in buckets, less hidden time.
     """
 
@@ -68,7 +70,7 @@ class Decision:
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """The plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
+    """Return the plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
 
     Args:
         planning: the problem without recomputed nodes.
@@ -109,7 +111,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
-    """The known recipe with the shortest rough step, if it may be faster than the plans on other meshes."""
+    """Return the known recipe with the shortest rough step, if it may be faster than the plans on other meshes."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
@@ -119,7 +121,7 @@ def nearest_recipe(
 def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
-    """The steps of known recipes; a recipe is lowered when its step is first read."""
+    """Return the steps of known recipes; each recipe is lowered when its step is read."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
@@ -130,7 +132,7 @@ _Choice = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceLowering:
-    """Lowers choices of a problem for a cluster; `lower_bound` is the bound that the search proved."""
+    """Lower choices of a problem for a cluster; `lower_bound` is the search's."""
 
     planning: PlanningProblem
     lower_bound: float
@@ -139,7 +141,7 @@ class _ChoiceLowering:
 
     @property
     def near(self) -> float:
-        """A choice is lowered if its rough step is at most this multiple of the fastest step."""
+        """The largest ratio of a rough step to the fastest step at which the choice is lowered."""
         is_exact = bool(self.planning.repeated.sites) or overlap_of(self.cluster) is None
         return 1 + (_VERY_NEAR if is_exact else _NEAR)
 
@@ -149,23 +151,23 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """The predicted step of a plan; None if the plan does not fit."""
+        """Return the predicted step of a plan; None if the plan does not fit."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
     def step_of(self, found: Solution) -> float | None:
-        """The predicted step of a choice; None if the choice does not fit."""
+        """Return the predicted step of a choice; None if the choice does not fit."""
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """A rough step time of a choice, by the prices of the problem."""
+        """Return the rough step of a choice, seconds."""
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Rough steps of choices, scaled so that the search's own choice has its predicted step."""
+    """Return the rough steps of choices, scaled by the lowered step of the search's own choice."""
     if not others:
         return {}
     rough_s = lowering.rough_step_s(found.solution, found.planning)
@@ -174,9 +176,9 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """The plan with the shortest step. On CPUs, plans of about this speed count as equal, and the fewest launches win.
+    """Return the plan of the shortest step; on CPUs, among equally fast plans, the plan with the fewest launches.
 
-    The steps of known recipes are `known_s`. A plan that is slower than a known recipe is not taken.
+    A plan that is slower than a known recipe is never taken; `known_s` has the recipes' steps.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

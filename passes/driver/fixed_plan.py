@@ -1,4 +1,4 @@
-"""The plan that a user gives in place of a search: read, and what it decides of a call."""
+"""Read the plan that a user gives in place of a search, and the arguments that it decides."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoshard.runtime.traced_optimizer import update_of
 
 
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
-    """In how many parts a step cuts its batch: as asked for, or as the plan to use says.
+    """Return the number of micro-batches of a step: the argument, or the plan's number.
 
     Raises:
-        PlanMismatchError: the two are not the same.
+        PlanMismatchError: the two differ.
     """
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):
@@ -29,7 +29,7 @@ def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: b
 
 
 def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
-    """What calls compute in, None for the model's own types: what is asked for, or what the plan to use says."""
+    """Return the type that calls compute in, from the argument or the plan; None: the model's own types."""
     if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise NotAvailableError(
             f"precision={precision!r} casts floating parameters, and {type(model).__qualname__} has none: leave it out."
@@ -46,7 +46,7 @@ def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) ->
 
 
 def refuse_scaling(precision: str | None) -> None:
-    """Raise `NotAvailableError` for a precision in which gradients would have to be scaled."""
+    """Raise `NotAvailableError` for a precision whose gradients need scaling."""
     if precision == "f16":
         raise NotAvailableError(
             "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
@@ -62,19 +62,19 @@ def update_for(
     *,
     strict: bool,
 ) -> Update | None:
-    """What is traced of an optimizer; nothing where the plan to use is one of forward and backward alone."""
+    """Return the traced part of an optimizer; None if the given plan has only forward and backward."""
     if fixed is not None and not fixed.updates:
         return None
     return update_of(optimizer, model, max_grad_norm, strict=strict)
 
 
 def has_more_outputs(plan: Plan, program: Program) -> bool:
-    """Whether a plan has outputs that a program, of the same call, does not hand out."""
+    """Whether a plan has outputs that a program of the same call does not return."""
     return not _outputs_of(plan) <= _names_of(program)
 
 
 def _outputs_of(plan: Plan) -> set[str]:
-    """The names of the outputs, "output:0", in a plan."""
+    """Return the names of the outputs, "output:0", in a plan."""
     kind = f"{OutputKind.OUTPUT.value} "
     return {name.removeprefix(kind) for name in plan.outputs if name.startswith(kind)}
 
@@ -84,7 +84,7 @@ def _names_of(program: Program) -> set[str]:
 
 
 def check_same_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` naming the first parameter in which a program is not the one that a plan is for."""
+    """Raise `PlanMismatchError` with the first parameter that differs between a program and a plan."""
     nodes = program.nodes_by_name()
     shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
     planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
@@ -97,7 +97,7 @@ def check_same_parameters(plan: Plan, program: Program) -> None:
 
 
 def check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
-    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
+    """Raise `PlanMismatchError` with the first difference between a program and the program of a plan."""
     check_same_parameters(plan, program)
     nodes = program.nodes_by_name()
     if compare_inputs and not plan.repeats and [*_outputs_of(plan)] == ["output:0"] != [*_names_of(program)]:

@@ -45,7 +45,7 @@ class _CannotLeaveOutError(Exception):
 
 
 def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
-    """Runs of blocks of one list that run the same operators."""
+    """Find runs of blocks of one list that run the same operators."""
     forms: dict[str, dict[int, list[object]]] = defaultdict(lambda: defaultdict(list))
     for node in program.graph.nodes:
         found = _BLOCK.match(paths[node.name])
@@ -110,7 +110,7 @@ class _LeavingOut:
         return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
-        """The node that is read in place of an operand: the one at the same distance, the gap left out."""
+        """Return the node to read in place of an operand: the node at the same distance, without the gap."""
         here, there = self.spots.get(reader), self.spots.get(operand)
         if there is None or here is None or here[0] != there[0]:
             if self._is_left_out(operand):

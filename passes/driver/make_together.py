@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
-    """Make something on each rank. All ranks succeed, with the same `facts`, or all raise.
+    """Make an object on each rank. All ranks succeed with the same `facts`, or all ranks raise.
 
     Raises:
-        RankMismatchError: on every rank, if only some can, or the facts differ.
-        AutoshardError: what `make` raises, if it does so on every rank.
+        RankMismatchError: on every rank, if only some ranks can, or the facts differ.
+        AutoshardError: `make` raises it on every rank.
     """
     made: T | None = None
     failure: AutoshardError | None = None

@@ -1,4 +1,4 @@
-"""Pipelines as a call asks for them: checked, and completed by the plan that the call uses."""
+"""The pipeline arguments of a call: checked, and completed by the plan that the call uses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from cost_models.schedule_orders import SCHEDULES, order_rows, usual_schedule
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A pipeline as it is asked for.
+    """The pipeline of a call.
 
     Args:
         mesh: all axes.
         schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
         virtual_stages: stages on each rank.
-        micro_batches: of a step.
+        micro_batches: number of micro-batches in a step.
     """
 
     mesh: Mesh
@@ -38,7 +38,7 @@ class Pipeline:
 
     @property
     def ranks(self) -> int:
-        """Size of the axis that carries stages."""
+        """Size of the pipeline axis."""
         return self.mesh.axis_size(PIPELINE_AXIS)
 
     @property
@@ -48,16 +48,16 @@ class Pipeline:
 
     @property
     def stage_mesh(self) -> Mesh:
-        """The axes that the pipeline leaves, one of one rank if there is none."""
+        """The axes besides the pipeline; one axis of one rank if there are none."""
         return Mesh({name: size for name, size in self.mesh.axes if name != PIPELINE_AXIS} or {ALONE: 1})
 
 
 def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:
-    """The pipeline of a mesh; None where no axis carries stages.
+    """Return the pipeline of a mesh; None without a pipeline axis.
 
     Raises:
         MeshError: the axis has one rank.
-        NotAvailableError: the schedule does not run with so many micro-batches.
+        NotAvailableError: the schedule does not run with this number of micro-batches.
     """
     if PIPELINE_AXIS not in _axis_names(mesh):
         return None
@@ -78,7 +78,7 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Arguments of a call that concern its pipeline, completed by the plan that it uses."""
+    """Pipeline arguments of a call, completed by the plan that it uses."""
 
     micro_batches: int | None
     schedule: str | None
@@ -86,10 +86,10 @@ class Asked:
 
 
 def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None) -> Asked:
-    """Complete the arguments that concern a pipeline by the plan that the call uses.
+    """Complete the pipeline arguments by the plan that the call uses.
 
     Raises:
-        PlanMismatchError: the call says otherwise than the plan, or the mesh has no axis for the plan's stages.
+        PlanMismatchError: the call contradicts the plan, or the mesh has no axis for the plan's stages.
     """
     asked = Asked(micro_batches, recipe and recipe.schedule, (recipe and recipe.virtual_stages) or 1)
     if plan is None:
@@ -106,7 +106,7 @@ def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Re
 
 
 def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
-    """Arguments that the order of a plan's stages says."""
+    """Return the arguments that the order of a plan's stages determines."""
     return {
         "micro_batches": order.micro_batches,
         "schedule": plan.schedule,
@@ -115,13 +115,13 @@ def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
 
 
 def _fields(recipe: Recipe | None) -> dict[str, Any]:
-    """The fields of a recipe, but for the size of an axis of the mesh; all of them None without a recipe."""
+    """Return the fields of a recipe without sizes of mesh axes; all None without a recipe."""
     known = recipe or Recipe()
     return {item.name: getattr(known, item.name) for item in fields(Recipe) if item.name != "pipeline"}
 
 
 def _check_same(planned: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise `PlanMismatchError` for an argument that says otherwise than the plan."""
+    """Raise `PlanMismatchError` for an argument that contradicts the plan."""
     for name, value in asked.items():
         if value is not None and name in planned and value != planned[name]:
             raise PlanMismatchError(
@@ -131,7 +131,7 @@ def _check_same(planned: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
 
 
 def whole_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
-    """The axes of a mesh by name."""
+    """Return the axes of a mesh by name."""
     return Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
 
 
@@ -140,10 +140,10 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def check_pipeline(update: Update | None, call: Call) -> None:
-    """Refuse what does not go with stages yet.
+    """Refuse arguments that stages do not support yet.
 
     Raises:
-        NotAvailableError: names what, and the way out.
+        NotAvailableError: names the argument, and the way out.
     """
     refused = None
     if call.optimizer is None:

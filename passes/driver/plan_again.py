@@ -1,4 +1,4 @@
-"""Plans a call again with one thing changed: what answers questions about plans that `compile` runs."""
+"""Plan a call again with one change, to answer questions about plans that `compile` runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from passes.questions.change import Change
 from passes.solver.search_control import Ceiling
 
 _WITHIN = {"recompute", "offload"}
-"""Fields of a recipe that are no axes: a plan with other values of these is for the same mesh."""
+"""Fields of a recipe that are no axes; plans that differ in these are for the same mesh."""
 
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
-    """The recipe with a change of fields that are no axes."""
+    """Return the recipe with changed fields that are no axes."""
     free = recipe or Recipe()
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
@@ -41,13 +41,13 @@ def _within(recipe: Recipe | None, change: Change) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class PlanAgain:
-    """Plans a call again; a plan without stages is one of one stage.
+    """Plan a call again; a plan without stages counts as one stage.
 
     Args:
         call: the arguments of `autoshard.plan`.
-        planned: the plan, and what made it.
+        planned: the plan and its origin.
         check_stages: see `plan_candidates`.
-        searched: the outer search that proposed the plan's mesh; None where the mesh was given.
+        searched: the outer search that proposed the plan's mesh; None for a given mesh.
     """
 
     call: Call
@@ -64,7 +64,7 @@ class PlanAgain:
         return self.planned.planner.cluster_for(self.planned.plan.mesh)
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """The planning problem of each stage, each built once."""
+        """Return the planning problem of each stage, built once."""
         made = self.planned
         if made.stage_plans is not None:
             numbers = range(len(made.stages))
@@ -74,11 +74,11 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """The reason why no recipe of the model has a feature; "" where one may."""
+        """Return a reason why no recipe of the model has a feature; "" if one may."""
         return self._recipes(feature).problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """The Triton kernels of a plan, found once; stages run none."""
+        """Return the Triton kernels of a plan, found once; stages run none."""
         known = plan.predicted.kernels
         if known.uses or plan.stages:
             return known
@@ -87,7 +87,7 @@ class PlanAgain:
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Plan again; the mesh and the stages stay, but where `change.fields` asks for others."""
+        """Plan again. The mesh and the stages stay, unless `change.fields` changes them."""
         made = self.planned
         planner = replace(made.planner, change=change, ceiling=None, progress=False)
         if change.fields:
@@ -105,7 +105,7 @@ class PlanAgain:
         return stage_plans.plan(made.program, made.request, before=plan, kept=kept if change.specs else None)[0]
 
     def _on_another_mesh(self, change: Change) -> Plan:
-        """The fastest plan of a few recipes with a feature, as the outer search proposes them."""
+        """Return the fastest plan of a few recipes with a feature, proposed by the outer search."""
         search = self._recipes(", ".join(change.fields))
         problem = search.problem
         found = problem.proposals(change.fields, Ceiling.within(search.time_budget_s))
@@ -120,10 +120,11 @@ class PlanAgain:
         return made.plan
 
     def _recipes(self, feature: str) -> RecipeSearch:
-        """The outer search for other meshes of the same devices.
+        """Return the outer search for other meshes of the same devices.
 
         Raises:
-            NotAvailableError: there is no optimizer, there are constraints, or inputs have no batch: says what to call.
+            NotAvailableError: the call lacks an optimizer, has constraints, or its inputs have no batch. The message
+                names a call that works.
         """
         if self.searched is not None:
             return self.searched

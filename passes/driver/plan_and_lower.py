@@ -1,4 +1,4 @@
-"""How a plan is made: the problem, its search, and the fastest of the choices found (`fastest_choice`)."""
+"""Make a plan: build the problem, search it, and take the fastest choice found (`fastest_choice`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ _BASELINE_ROUNDS = 6
 
 
 class DearMeshError(Exception):
-    """No plan on a mesh is as cheap as one on another is; `baselines`: the steps of its known recipes."""
+    """No plan on this mesh is as cheap as the best plan on another mesh; `baselines`: steps of the known recipes
+    here.
+    """
 
     def __init__(self, baselines: Mapping[str, float | None]) -> None:
         super().__init__("a plan on another mesh is cheaper than any on this one")
@@ -59,7 +61,7 @@ class DearMeshError(Exception):
 def bounded_problem(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
 ) -> tuple[float, PlanningProblem]:
-    """The problem of `plan_program`, behind seconds that every plan of it costs."""
+    """Return the problem of `plan_program`, after a lower bound in seconds of all its plans."""
     with options.control.building(), one_blas_thread():
         planning = planning_problem(program, mesh, cluster, options)
         return first_bound(planning, allowed_by(planning, options)), planning
@@ -68,12 +70,12 @@ def bounded_problem(
 def plan_program(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
 ) -> Plan:
-    """The plan of least predicted step time that fits; `planning`: its problem, if it is built already.
+    """Return the plan of least predicted step time that fits; `planning`: its problem, if already built.
 
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
-        DearMeshError: a plan elsewhere is cheaper than any here.
+        DearMeshError: a plan elsewhere is cheaper than all plans here.
     """
     return plan_and_lower(program, mesh, cluster, options, planning).plan
 
@@ -81,7 +83,7 @@ def plan_program(
 def plan_and_lower(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
 ) -> LoweredPlan:
-    """`plan_program`, with the lowered program that the plan was predicted from."""
+    """Return the plan of `plan_program` with the lowered program of its prediction."""
     start = time.monotonic()
     if planning is None:
         with options.control.building():
@@ -97,11 +99,13 @@ def plan_and_lower(
 
 @one_blas_thread()
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
-    """The cheapest choice within the options that are `allowed`, and others that are nearly as cheap.
+    """Return the cheapest choice of `allowed` options, and other choices that are nearly as cheap.
 
     Raises:
-        DoesNotFitError, NotAlikeError: no choice fits; blocks left out and those beside them do not recompute alike.
-        DearMeshError: a plan elsewhere is cheaper than any here, and no known recipe here may be faster as lowered.
+        DoesNotFitError: no choice fits.
+        NotAlikeError: left-out blocks and the blocks beside them do not recompute alike.
+        DearMeshError: a plan elsewhere is cheaper than all plans here, and no known recipe here may be faster as
+            lowered.
     """
     search = Search(options.memory_budget, control=options.control)
     peak_of = peak_under(options)
@@ -135,11 +139,11 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
-    """The options that a user's constraints and recipe leave, and what a question asks.
+    """Return the options that the user's constraints and recipe, and the change of a question, allow.
 
     Raises:
         InvalidSpecError: see `allowed_options`.
-        RecipeError: see `restricted`; or they leave nothing together.
+        RecipeError: see `restricted`; also if no option remains.
     """
     allowed = allowed_options(planning, options.constraints)
     for site, spec in options.specs.items():
@@ -164,10 +168,11 @@ def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
-    """The assignment problem whose solutions are the plans of a program.
+    """Return the assignment problem whose solutions are the plans of a program.
 
     Raises:
-        NotAlikeError: the program leaves out blocks, and those beside them are not alike, or do not recompute alike.
+        NotAlikeError: the program leaves out blocks, and the blocks beside them are not alike, or do not recompute
+            alike.
     """
     start = time.monotonic()
     strategies = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)

@@ -1,4 +1,4 @@
-"""The one loop that plans: each candidate is planned, with stages or without, and the fastest plan is kept."""
+"""The one loop over candidates: plan each of them, with stages or without, and keep the fastest plan."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plan_candidates(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """The fastest plan of any candidate.
+    """Return the fastest plan of any candidate.
 
     Args:
         planner: the planner with the user's options. Its time budget is for all candidates together.
@@ -147,7 +147,7 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """Find the fastest plan for the meshes, recipe and micro-batches of a candidate."""
+    """Return the fastest plan for the meshes, recipe and micro-batches of a candidate."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
@@ -163,7 +163,7 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
-    """An error that also says which field of the recipe stands in the way."""
+    """Return an error that also names the recipe field in the way."""
     if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
         return error
     return DoesNotFitError(
@@ -173,6 +173,6 @@ def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
 
 
 def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
-    """The error of the candidate that needs the least memory, or else the first error."""
+    """Return the error of the candidate that needs the least memory, or else the first error."""
     too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
     return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]

@@ -35,7 +35,7 @@ from passes.questions.formulas import CountsOfPlan, PlanFormulas
 
 
 def plan_model(call: Call) -> Plan:
-    """How a model would run, and what it would cost. See `autoshard.plan`."""
+    """Plan how a model would run, and predict its cost, see `autoshard.plan`."""
     _check_together(call)
     if call.recipe is not None and call.runtime is not None:
         return _price(call)
@@ -62,7 +62,7 @@ def plan_model(call: Call) -> Plan:
 
 
 def _with_optimizer(call: Call) -> Call:
-    """The call with an optimizer in place of its name, and with checked constraints and precision."""
+    """Return the call with an optimizer in place of its name, and with checked constraints and precision."""
     optimizer = call.optimizer
     if call.recipe is not None:
         optimizer = optimizer or "adamw"
@@ -79,7 +79,7 @@ def _with_optimizer(call: Call) -> Call:
 
 
 def _check_together(call: Call) -> None:
-    """Refuse arguments that do not go with each other."""
+    """Refuse arguments that contradict each other."""
     recipe, profile, batch = call.recipe, call.runtime, call.global_batch
     check_runtime(recipe, profile and profile.name, batch)
     if profile is not None and call.backend != "auto":
@@ -93,7 +93,7 @@ def _check_together(call: Call) -> None:
 
 
 def _price(call: Call) -> Plan:
-    """The price of a recipe under another runtime, which must fit in `memory_budget`."""
+    """Return the price of a recipe under another runtime, which must fit in `memory_budget`."""
     runtime, cluster = call.runtime, checked_cluster(call.target)
     if call.constraints:
         raise NotAvailableError(

@@ -1,4 +1,4 @@
-"""The plan that a choice of the planning problem stands for, predicted from its lowered program."""
+"""Turn a choice of the planning problem into a plan, predicted from its lowered program."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from passes.strategies.price_nodes import NodePrices
 
 @dataclass(frozen=True, slots=True)
 class LoweredPlan:
-    """A plan, and the program that it was predicted from.
+    """A plan, and the lowered program of its prediction.
 
     Args:
         plan: the plan.
-        phased: what `lower_program` makes of it, without kernels; None: it was predicted with them, or without blocks.
+        phased: the result of `lower_program`, without kernels. None if the prediction has kernels or leaves out blocks.
     """
 
     plan: Plan
@@ -49,7 +49,7 @@ def lowered_plan(
     cluster: Cluster,
     options: PlanOptions,
 ) -> LoweredPlan:
-    """The plan of a choice of one option per variable of `planning`, and the program that it is predicted from.
+    """Return the plan of a choice, one option per variable of `planning`, and the lowered program of its prediction.
 
     `objective` is in seconds.
     """
@@ -80,12 +80,12 @@ def lowered_plan(
 
 
 def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
-    """Options with kernels that are priced, and not written."""
+    """Return options for kernels that are priced and not written."""
     return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
 
 
 def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
-    """Memory of each rank under a choice, before collectives are under way; lowered once, and kept with the problem."""
+    """Memory of each rank under a choice, without overlap of collectives; lowered once, and kept with the problem."""
     known: dict[tuple[int, ...], StepMemory] = planning.derived.setdefault(_MEMORY, {})
     key = tuple(choice)
     if key not in known:
@@ -97,7 +97,7 @@ def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: 
 
 
 def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, cluster: Cluster) -> LoweredProgram:
-    """The plan of a choice as `Lower` makes it; the last few are kept with the problem."""
+    """Return the plan of a choice after `Lower`; the last few are kept with the problem."""
     known: dict[tuple[int, ...], LoweredProgram] = planning.derived.setdefault(_LOWERED, {})
     key = tuple(choice)
     if key not in known:
@@ -108,7 +108,7 @@ def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, clust
 
 
 def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]], float]:
-    """The count of bytes at the peak of a choice of a problem, see `memory_of_choice`."""
+    """Return the function that counts the bytes at the peak of a choice, see `memory_of_choice`."""
     return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
 
 
@@ -117,13 +117,13 @@ _PLAINLY = LoweringOptions(with_overlap=False)
 
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
-    """Memory of a lowered program, and of optimizer state that is not in the program."""
+    """Memory of a lowered program, with optimizer state outside of the program."""
     parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
-    """Bytes of optimizer state that is not in the program."""
+    """Bytes of optimizer state outside of the program."""
     space, counts = planning.space, planning.repeated.site_counts()
     total = 0
     for name in planning.liveness.parameters:
@@ -133,12 +133,12 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
-    """The Triton kernels that a plan runs with; none are written.
+    """Return the Triton kernels that a plan runs with; none are written.
 
     Args:
         plan: the plan.
-        prepared: its program, as `prepare_for` gives it.
-        cluster: what it is priced for.
+        prepared: its program, from `prepare_for`.
+        cluster: the hardware of the prices.
     """
     return _walked(prepared, plan, cluster, _with_priced_kernels(LoweringOptions(with_overlap=False)))[2]
 
@@ -146,7 +146,7 @@ def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
 def _walked(
     prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
 ) -> tuple[WalkedStep, PhasedProgram, Kernels]:
-    """The step of a plan as its lowered program says; that program; and the kernels that are priced."""
+    """Return the step of a plan's lowered program, the program, and the priced kernels."""
     made: dict[str, PhasedProgram] = {}
     if lowering.prices_kernels:
         lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))
@@ -168,7 +168,7 @@ def _plan_of_operators(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
-    """The plan without kernels, and without a prediction."""
+    """Return the plan without kernels and without a prediction."""
     program = planning.space.program
     traced = program.nodes_by_name()
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}

@@ -17,30 +17,31 @@ from passes.solver.search_control import SearchControl
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Limits, constraints and choices that a user may ask of a plan.
+    """The options of a plan: limits, constraints and choices of the user.
 
     Args:
         constraints: glob of qualified names to the spec they must have.
         memory_budget: bytes per device, None for no limit.
-        time_budget_s: seconds that searches are to take; `control` ends them.
+        time_budget_s: seconds of all searches; `control` ends them.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: refuse operators without a sharding rule.
         with_baselines: price the known recipes too.
-        before: a plan of the program, on this mesh or another, to start from; the result is not worse than it is here,
-            if it fits (on another mesh: without what it recomputes and offloads).
-        micro_batches: how many of them a training step has; the program is that of one.
-        load: of a stage of a pipeline, what its rank holds beside it.
+        before: a plan of the program to start from. The result is no worse here if this plan fits. A plan of another
+            mesh counts without its recomputation and offload.
+        micro_batches: number of micro-batches in a training step; the program is for one.
+        load: other stages and micro-batches of a pipeline rank.
         dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
-        recompute: whether values of the forward may be computed again in the backward where memory is short.
-        offload: whether, then, they may also lie in the host's memory until the backward.
-        reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
-        with_kernels: whether calls are priced within the Triton kernels that run in place of them.
-        recipe: within which the plan is searched; None: everywhere.
+        recompute: whether values of the forward may be recomputed in the backward if memory is short.
+        offload: whether values may then also wait in the host's memory.
+        reduce_dtype: type of float32 gradients between ranks. Predictions use it; the search prices the gradients' own
+            type.
+        with_kernels: whether calls are priced within the Triton kernels that replace them.
+        recipe: restricts the search; None: no restriction.
         specs: sites of the program to the spec that their value must have.
         roles: mesh axes to the role that each must have.
-        elsewhere: plans on other meshes; what is far dearer than those is not lowered, and known recipes that use every
-            axis alike are not priced again, see `solve_baselines`.
-        control: told how the search goes, and may stop it: the plan is then the best until then.
+        elsewhere: plans on other meshes. Much dearer choices than these are not lowered, and `solve_baselines` skips
+            known recipes.
+        control: is told the progress, and may stop the search; the plan is then the best so far.
     """
 
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""One function plans a step: on given meshes, within a recipe, or on the meshes that the outer search proposes.
+"""Plan a step: on given meshes, within a recipe, or on meshes that the outer search proposes.
 
-The outer search is over recipes: mesh, stages, schedule and micro-batches. Specs are searched on the meshes of the
-fastest recipes, and that is the plan.
+The outer search is over recipes: mesh, stages, schedule and micro-batches. Specs are then searched on the meshes of the
+fastest recipes, and the fastest result is the plan.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned:
-    """The fastest plan of a call.
+    """Return the fastest plan of a call.
 
     Args:
         call: checked, with an optimizer in place of its name.
-        planner: of the call.
+        planner: the call's planner.
         update: the traced update of its optimizer.
         search: the outer search, see `outer_search`.
     """
@@ -55,13 +55,13 @@ def plan_step(call: Call, planner: Planner, update: Update | None, search: Recip
 
 
 def outer_search(call: Call) -> RecipeSearch | None:
-    """The search that proposes meshes, stages and micro-batches; None where the call gives them, or has no step.
+    """Return the search that proposes meshes, stages and micro-batches; None if the call gives them, or has no step.
 
-    It searches recipes for `global_batch` sequences, or, on a cluster, for the batch of the example inputs. A given
-    recipe restricts it.
+    It searches recipes for `global_batch` sequences. On a cluster without it, the batch of the example inputs counts. A
+    given recipe restricts the search.
 
     Raises:
-        AutoshardError: `global_batch` is given, and no recipe is for such a call.
+        AutoshardError: `global_batch` is given, and recipes do not support the call.
     """
     assert call.example_inputs is not None, "there is an example call"
     if not isinstance(call.target, Cluster):
@@ -82,14 +82,14 @@ def outer_search(call: Call) -> RecipeSearch | None:
 
 
 def _leaves_a_mesh_open(recipe: Recipe, cluster: Cluster) -> bool:
-    """Whether several meshes of a cluster, or several numbers of stages, are left by a recipe."""
+    """Whether a recipe leaves open several meshes of a cluster, or several numbers of stages."""
     sizes = (recipe.data, recipe.tensor, recipe.context, recipe.pipeline)
     given = math.prod(size for size in sizes if size is not None)
     return recipe.stage_layers is None and given < cluster.size and sum(size is None for size in sizes) > 1
 
 
 def _request(call: Call, update: Update | None, parts: int) -> Request:
-    """The call of one of so many micro-batches."""
+    """Return the call of one of `parts` micro-batches."""
     args, kwargs = call.inputs
     whole = Request(call.model, args, kwargs, call.grad, update=update, outputs=call.outputs)
     if call.global_batch is not None:
@@ -99,9 +99,9 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 
 
 def _candidates(call: Call) -> Sequence[Candidate]:
-    """The ways to run a step on given meshes, within a recipe or free.
+    """Return the candidates on given meshes, within a recipe or free.
 
-    The number of micro-batches is one where nothing is said of them, there are no stages, or nothing is trained.
+    The number of micro-batches is one if it is not given, without stages, and without training.
     """
     recipe = call.recipe or Recipe()
     meshes = meshes_for(recipe, call.target)
@@ -114,7 +114,7 @@ def _candidates(call: Call) -> Sequence[Candidate]:
 
 
 def _spares(call: Call) -> Sequence[Candidate]:
-    """The candidates without the outer search; none of a recipe that only the outer search completes."""
+    """Return the candidates without the outer search; none for a recipe that only the outer search can complete."""
     try:
         return [replace(each, is_spare=True) for each in _candidates(call)]
     except RecipeError as error:
@@ -123,10 +123,10 @@ def _spares(call: Call) -> Sequence[Candidate]:
 
 
 _SAVING = {"recompute": ("full",), "offload": ("none",)}
-"""Recipes that compute all blocks again. Their plans compute less again, and are faster by more than others are."""
+"""Number of planned recipes that recompute all blocks. Their plans recompute less, and gain more than others."""
 
 _LESS = (1.0, 0.9, 0.8)
-"""Shares of the memory limit within which recipes are found, in turn, until one has a plan that fits in all of it."""
+"""Fractions of the memory limit for recipes, tried in turn, until a plan fits in the whole limit."""
 
 
 def _plan_proposed(
@@ -136,7 +136,7 @@ def _plan_proposed(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """The fastest plan on the meshes of the fastest recipes; see `plan_step` and `outer_search`."""
+    """Return the fastest plan on the meshes of the fastest recipes, see `plan_step` and `outer_search`."""
     start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
     planner = planner.begun()[0]
     failure: AutoshardError | None = None

@@ -1,6 +1,6 @@
-"""What stands between a user's call and the passes: traces a call, finds its plan, lowers it, verifies it.
+"""The planner traces a call, finds its plan, lowers it and verifies it.
 
-`Planner` is the runtime's `Compiler`, and what `autoshard.plan` asks for plans.
+`Planner` is the runtime's `Compiler`, and makes the plans of `autoshard.plan`.
 """
 
 from __future__ import annotations
@@ -74,39 +74,41 @@ _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see
 _Made = TypeVar("_Made")
 
 _MARGINS = (2, 3)
-"""Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special.
+"""Units that stay at each end of a run of alike blocks, in the order tried, because end units may be special.
 
-With one unit many are not alike: the first block of Mamba-2 reads an embedding of another type, that of Llama-3 brings
-it back from the host, and the last block of T5 and Whisper adds its gradient of the positions to no other."""
+With one unit many models fail. The first block of Mamba-2 reads an embedding of another type, and Llama-3's first block
+fetches it from the host. The last block of T5 and of Whisper adds its gradient of the positions to no other gradient.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """The runtime's `Compiler`: traces a call, plans it and lowers it, with what the user asked of `compile`.
+    """The runtime's `Compiler`: trace, plan and lower a call with the user's arguments of `compile`.
 
     Args:
-        cluster: what to price for; None: this machine.
-        fixed: the plan that calls which train must use.
-        made: a plan that is made already, for calls of its program on its mesh.
-        before: a plan that searches begin with, and are not worse than where it fits.
-        precision: what calls compute in where the model's parameters are wider; None: the model's own types.
-        traced: a program that is traced already: of calls that train.
+        cluster: the hardware of the prices; None: this machine.
+        fixed: the plan that training calls must use.
+        made: a finished plan, for calls of its program on its mesh.
+        before: a plan that searches begin with; the result is no worse if it fits.
+        precision: the type of computation if the model's parameters are wider; None: the model's own types.
+        traced: a traced program of training calls.
         traces: programs of the candidates of one call of `plan`; None: each call is traced.
-        state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
-        has_update: whether the update of an optimizer is traced: constraints may then name its state.
-        micro_batches: how many a training step has.
-        load: of the planner of a stage, what its rank holds beside it.
-        with_kernels: let Triton kernels stand in for operators, and predict that.
-        for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
+        state_ratio: bytes of optimizer state per byte of parameters, for programs without the state.
+        has_update: whether the update of an optimizer is traced. Constraints may then name its state.
+        micro_batches: number of micro-batches in a training step.
+        load: other stages and micro-batches of a pipeline rank.
+        with_kernels: let Triton kernels replace operators, and predict so.
+        for_compiler: lower for a compiler that fuses, without Triton kernels. The prediction takes its kernels for
+            ours.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         cuda_graph: predict steps that are launched from CUDA graphs.
-        recipe: within which plans are searched; None: everywhere.
-        change: what a question asks of a plan.
-        gather_outputs: let outputs be whole on every rank, but for those that are constrained.
-        progress: whether searches show how they go; see `search_bar`.
-        ceiling: of several searches together; None: each has its own. See `begun`.
-        margins: units that stay at each end of a run of alike blocks, in the order tried. Searches that found blocks
-            not alike take their margin out.
+        recipe: restricts the search; None: no restriction.
+        change: the change of a question.
+        gather_outputs: make outputs whole on every rank, except constrained outputs.
+        progress: whether searches show their progress, see `search_bar`.
+        ceiling: the time limit of several searches together; None: each has its own. `begun` sets it.
+        margins: units that stay at each end of a run of alike blocks, in the order tried. A search that finds its
+            blocks not alike removes its margin.
         others: see `compile`.
     """
 
@@ -140,7 +142,7 @@ class Planner:
     margins: list[int] = field(default_factory=lambda: list(_MARGINS), repr=False)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """See `Compiler`. The first rank plans for all."""
+        """Compile a call for `Compiler`. The first rank plans for all ranks."""
         start = time.perf_counter()
         program = make_together(
             engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": fingerprint(made)}
@@ -175,15 +177,15 @@ class Planner:
     def record_initialisation(
         self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
     ) -> Initialisation:
-        """See `Compiler`."""
+        """Record an initialisation for `Compiler`."""
         return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """See `Compiler`."""
+        """Check the guards for `Compiler`."""
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
-        """See `Compiler`.
+        """Trace a call for `Compiler`.
 
         Raises:
             NotAvailableError: gradients in float16.
@@ -207,7 +209,9 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """The program of a call without the inner blocks of long lists; None where there are none, or it cannot run."""
+        """Trace a call without the inner blocks of long lists; None if there are none, or the short model cannot
+        run.
+        """
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -223,10 +227,10 @@ class Planner:
         return replace(program, repeats=short.repeats)
 
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
-        """The fastest plan of a call on any of some meshes, and the program that it is of.
+        """Return the program of a call, and its fastest plan on any of some meshes.
 
-        A deep model is planned without its inner blocks where those beside them are alike. If it is then slower than
-        the plan before, it is planned with all of them.
+        A deep model is planned without its inner blocks if these are like the blocks beside them. If its plan is slower
+        than the plan before, the model is planned with all blocks.
         """
         planner = self.begun()[0]
 
@@ -239,9 +243,9 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Make something of the program without the inner blocks of its lists; None where it does not tell of all.
+        """Make an object from the program without inner blocks; None if that program does not represent the whole.
 
-        Margins at which blocks are not alike are taken out of `margins`.
+        Margins whose blocks are not alike are removed from `margins`.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)
@@ -255,14 +259,16 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """The planner for several searches, and their one ceiling; it counts from now, if it did not before."""
+        """Return the planner for several searches, and their one ceiling. Its time starts now, unless it has
+        started.
+        """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
 
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
-        """The plan of a program on a mesh with parameters where they are, from a plan of another mesh."""
+        """Return the plan of a program on a mesh with parameters in the specs of a plan of another mesh."""
         return self.search_and_lower(program, mesh, placed, before).plan
 
     def search_and_lower(
@@ -273,23 +279,23 @@ class Planner:
         before: Plan | None = None,
         planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """`search`, with the lowered program that the plan was predicted from; `planning`: its problem, if built."""
+        """Return `search` with the lowered program of its prediction; `planning`: its problem, if built."""
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
             found = plan_and_lower(program, mesh, self.cluster_for(mesh), options, planning)
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def problem(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanningProblem:
-        """The planning problem of a program on a mesh."""
+        """Return the planning problem of a program on a mesh."""
         return planning_problem(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """What a search follows: its user sees how it goes, and ends it by Ctrl-C.
+        """Control a search: show its progress, and end it by Ctrl-C.
 
         Raises:
-            KeyboardInterrupt: it was ended before anything that fits was found.
-            DoesNotFitError: so it was, by the time budget; says that.
+            KeyboardInterrupt: the search was ended before a choice fit.
+            DoesNotFitError: the time budget ended the search before a choice fit; the message says so.
         """
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
@@ -335,17 +341,17 @@ class Planner:
         )
 
     def limit_bytes(self, mesh: Mesh) -> float | None:
-        """Bytes that a rank's values may take; None without a limit."""
+        """Return the bytes that a rank's values may take; None without a limit."""
         budget: float | None = self.memory_budget
         if budget is None:
             budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
         return None if budget is None or math.isinf(self.change.memory) else budget * self.change.memory
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
-        """The fastest plan on any of some meshes; the error of the last one if none has a plan.
+        """Return the fastest plan on any of some meshes; if no mesh has a plan, raise the last error.
 
-        Meshes that are others by name alone are searched once, unless anything names axes; the one of the least bound
-        first, and one whose bound is above the best plan of those before it is left.
+        Meshes that differ only by names are searched once, unless an argument names axes. The mesh of the least bound
+        is first. A mesh whose bound exceeds the best plan so far is skipped.
         """
         start = time.monotonic()
         plans, dear = list[Plan](), list[Mapping[str, float | None]]()
@@ -385,15 +391,15 @@ class Planner:
         )
 
     def cluster_for(self, mesh: Mesh) -> Cluster:
-        """What to price for."""
+        """Return the hardware of the prices."""
         cluster = self.cluster if self.cluster is not None else local_cluster(mesh)
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """The proof of the program that a call would run by a plan, which was given or made.
+        """Prove the program that a call would run by a plan.
 
         Raises:
-            VerificationError: it could not be shown that the program equals the traced one.
+            VerificationError: the program could not be shown to equal the traced program.
         """
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
@@ -413,7 +419,7 @@ class Planner:
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
-        """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
+        """Return the plan of a call with program `program`; a deep model is planned without its inner blocks."""
 
         def expanded(short: Program) -> Plan:
             return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
@@ -434,11 +440,11 @@ class Planner:
             return None
 
     def _free(self) -> Planner:
-        """The planner without what was asked of the model's outputs and of its parameters' gradients."""
+        """Return the planner without constraints on the model's outputs and its parameters' gradients."""
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
-        """A plan with all blocks; None where it is not of this call."""
+        """Return a plan with all blocks; None if it is not of this call."""
         try:
             return expand_for(plan, program, request, self.trace)
         except PlanMismatchError as error:
@@ -448,9 +454,10 @@ class Planner:
     def lower(
         self, program: Program, chosen: Plan, predicted: PhasedProgram | None = None
     ) -> tuple[PhasedProgram, VerificationReport | None]:
-        """The program of one rank, and the proof that it equals the traced one, if it is to be proven.
+        """Return the program of one rank, and its proof if requested.
 
-        `predicted`, the program that the plan was predicted from, is taken unless another one runs: with kernels, say.
+        `predicted`, the lowered program of the prediction, is used unless another program runs, for example with
+        kernels.
         """
         on_pass = verify_pass if verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)
@@ -480,11 +487,11 @@ class Planner:
 
 
 def updates(program: Program) -> bool:
-    """Whether a program is that of a whole training step."""
+    """Whether a program is a whole training step."""
     return bool(program.outputs_of(OutputKind.PARAMETER_UPDATE))
 
 
 def _within(program: Program, placed: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """What of the parameters and the state that lie somewhere already is part of a program."""
+    """Return the given specs of parameters and state that are part of a program."""
     names = {slot.name for slot in program.inputs}
     return {name: spec for name, spec in placed.items() if name in names}

@@ -19,13 +19,13 @@ def planner_for(
     reduce_dtype: torch.dtype | None = None,
     progress: bool | None = False,
 ) -> Planner:
-    """The planner of a call, whose precision is the one that is computed in.
+    """Return the planner of a call; its precision is the type of computation.
 
     Args:
         call: the checked arguments.
-        update: the update of an optimizer that is traced.
-        device: where the program runs.
-        reduce_dtype: type in which gradients travel; None for their own.
+        update: the traced update of an optimizer.
+        device: the device of the program.
+        reduce_dtype: type of gradients between ranks; None for their own type.
         progress: see `search_bar`.
     """
     optimizer = call.optimizer

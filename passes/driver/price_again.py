@@ -1,4 +1,4 @@
-"""Plans that are prices of recipes, under the runtimes of others: priced, and priced again for questions."""
+"""Plans that are prices of recipes under other frameworks' runtimes: priced, and priced again for questions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from passes.solver.search_control import Ceiling
 
 
 def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe]) -> Plan:
-    """The plan that is the price of the recipe found.
+    """Return the plan with the price of a found recipe.
 
     Args:
-        found, kinds: of `RecipeSearch.run`.
+        found, kinds: results of `RecipeSearch.run`.
     """
     assert found.recipe is not None, "a recipe was found"
     problem = search.problem
@@ -52,10 +52,10 @@ def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, Fo
 
 @dataclass(frozen=True, slots=True)
 class PriceAgain:
-    """Searches recipes again with one thing changed, and prices the fastest one.
+    """Search recipes again with one change, and price the fastest.
 
     Args:
-        search: that found the plan.
+        search: the search of the plan.
     """
 
     search: RecipeSearch
@@ -66,15 +66,15 @@ class PriceAgain:
         return self.search.problem.cluster
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """None: a price chooses no specs."""
+        """Return no problems: a price chooses no specs."""
         return ()
 
     def missing(self, feature: str) -> str:
-        """The reason why no recipe of the model has a feature; "" where one may."""
+        """Return a reason why no recipe of the model has a feature; "" if one may."""
         return self.search.problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """The kernels that the price counts."""
+        """Return the kernels that the price counts."""
         return plan.predicted.kernels
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
@@ -94,7 +94,7 @@ class PriceAgain:
 
 
 def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """The error of a search that found no recipe."""
+    """Return the error of a search that found no recipe."""
     names = ", ".join(only)
     if not found.is_complete:
         return NotAvailableError(f"{search.time_budget_s:g} s ended before any recipe was priced ({names}).")

@@ -1,4 +1,4 @@
-"""`price`: what an expert's recipe would cost, by the same rules, propagation and cost models as our own plans."""
+"""`price`: the cost of an expert's recipe, by the cost models of our own plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from passes.search.layers.price_model import PricedModel
 from passes.search.recipe_plan import recipe_plan
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
-"""Models that were priced before, by model, shapes of inputs and loss."""
+"""Models priced so far, by model, shapes of inputs and loss."""
 
 
 def price(
@@ -54,7 +54,7 @@ def price(
     precision: str = "bf16",
     global_batch: int | None = None,
 ) -> Plan:
-    """Price a training step under a recipe as another framework runs it. See `autoshard.price`."""
+    """Price a training step under a recipe as another framework runs it, see `autoshard.price`."""
     check_model(model)
     check_loss(loss_fn)
     split_inputs(example_inputs)
@@ -81,7 +81,7 @@ def price_execution(
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """Price a training step of an execution. Raises as `price`."""
+    """Price a training step of an execution; the errors are those of `price`."""
     if execution.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
             f"offload={execution.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
@@ -105,12 +105,12 @@ def priced_model(
     *,
     whole_experts: bool = False,
 ) -> PricedModel:
-    """The folded form of a model, from before if it was priced with such inputs already, and is as it was.
+    """Return the folded form of a model; an unchanged model with such inputs is folded once.
 
     Args:
-        precision: of its products, see `narrow_dtype`; None: its own.
-        whole_experts: layers of experts are one operator, as compiled programs have them. Other frameworks run the
-            products that they are made of.
+        precision: type of its products, see `narrow_dtype`; None: its own.
+        whole_experts: make each layer of experts one operator, as in compiled programs. Other frameworks run its
+            products one by one.
     """
     check_tensors(*split_inputs(example_inputs))
     dtype = narrow_dtype(model, precision)
@@ -126,13 +126,13 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
-    """What a model in float32 is priced in where its products are narrower; None: it is priced as it is."""
+    """Return the 16-bit type of the products of a float32 model; None if its products have its own type."""
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """A model in float32 and its inputs as its products see them: a copy on meta in 16 bits, and inputs in these.
+    """Return a float32 model and its inputs for its products: a copy on meta in 16 bits, and inputs in 16 bits.
 
     The model's own parameters are master weights.
     """
@@ -170,7 +170,7 @@ def _fold(
 
 
 def _resized(leaf: Any, batch: int) -> Any:
-    """An input with another number of sequences; nothing but its shape and dtype count."""
+    """Return an input with another number of sequences; only its shape and dtype count."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.ndim == 0:
@@ -185,7 +185,7 @@ def _describe(example_inputs: ExampleInputs) -> object:
 
 
 def _describe_modules(model: nn.Module) -> object:
-    """What tells whether a model was changed: its modules as they print, its tensors, and which are shared."""
+    """Return a key that changes with a model: its printed modules, its tensors, and the sharing between them."""
     modules = model.named_modules(remove_duplicate=False)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     firsts: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""How a search shows itself on the terminal, and how Ctrl-C ends it with the best plan so far."""
+"""Show a search on the terminal; Ctrl-C ends it with the best plan so far."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from autoshard.ir.text import format_time
 from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
-"""Shows what is searched, the best so far (infinite for none) and the lower bound, seconds."""
+"""Shows the searched problem, its best so far (infinite for none) and its lower bound, seconds."""
 
 
 @contextmanager
 def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | None]:
-    """A bar on standard error that fills as time runs out; None where nothing is shown.
+    """Show a bar on standard error that fills as time runs out; None if nothing is shown.
 
-    On a terminal it goes when the search ends, elsewhere its last state stays.
+    On a terminal the bar disappears when the search ends. Elsewhere its last state stays.
 
     Args:
-        time_budget_s: what the search may take.
-        progress: whether to show it; None: where standard error is a terminal.
+        time_budget_s: seconds that the search may take.
+        progress: whether to show the bar; None: if standard error is a terminal.
     """
     console = Console(stderr=True)
     if not (console.is_terminal if progress is None else progress):
@@ -49,10 +49,10 @@ def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | N
 
 @contextmanager
 def interruptible(control: SearchControl) -> Iterator[None]:
-    """Within, the first Ctrl-C stops the search that follows `control`, and the next raises KeyboardInterrupt.
+    """Let the first Ctrl-C stop the search of `control`, and the next raise KeyboardInterrupt.
 
-    So does the first where a problem is being built, see `SearchControl.stop`.
-    Nothing changes in other threads than the main one, nor where somebody else handles SIGINT already.
+    The first also raises while a problem is built, see `SearchControl.stop`. Other threads, and programs with their own
+    SIGINT handler, are unaffected.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""Proofs asked for: `verify` proves again what was compiled, `prove` what a plan would run, without running it."""
+"""`verify` proves compiled programs again; `prove` proves the program of a plan without running it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Kwargs = Mapping[str, Any]
 
 
 def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
-    """Prove again every program compiled so far. See `autoshard.verify`."""
+    """Prove again every program compiled so far, see `autoshard.verify`."""
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     if not isinstance(sharded, ShardedModule):
         raise TraceError(f"verify(...): a {type(sharded).__name__} is not compiled; pass what autoshard.compile gave.")
@@ -64,7 +64,7 @@ def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> Verification
 
 
 def prove_model(call: Call) -> VerificationReport:
-    """Plan a call, lower it, and prove the program of each rank. See `autoshard.prove`."""
+    """Plan a call, lower it, and prove the program of each rank, see `autoshard.prove`."""
     optimizer = call.optimizer
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())
@@ -88,7 +88,7 @@ def prove_model(call: Call) -> VerificationReport:
 
 
 def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The inputs of one of a plan's micro-batches; inputs that are of one already are taken as they are."""
+    """Return the inputs of one of a plan's micro-batches; inputs of that size are returned unchanged."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs

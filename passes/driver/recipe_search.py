@@ -29,7 +29,7 @@ from passes.search.search_recipes import FoundRecipe, Watch
 from passes.solver.search_control import Ceiling
 
 _AXES = 3
-"""Axes of more than one device that a recipe is taken to have, by which its communicators are counted."""
+"""Axes of more than one device that recipes are assumed to have, to count communicators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RecipeSearch:
 
     Args:
         call: the arguments of `autoshard.plan`.
-        problem: the recipes that are searched.
+        problem: the recipes to search.
         before: the recipe where the search begins, if any.
     """
 
@@ -52,11 +52,11 @@ class RecipeSearch:
         return self.call.time_budget_s
 
     def run(self) -> tuple[FoundRecipe, Mapping[str, FoundRecipe]]:
-        """The fastest recipe that fits, and those of the known kinds.
+        """Return the fastest recipe that fits, and the fastest of each known kind.
 
         Raises:
-            DoesNotFitError: no recipe fits; carries the least memory that one takes.
-            NotAvailableError: time ran out before any was priced, or `compile` runs none that fits.
+            DoesNotFitError: no recipe fits; has the least memory of any recipe.
+            NotAvailableError: time ran out before any price, or `compile` runs no recipe that fits.
         """
         ceiling = Ceiling.within(self.time_budget_s)
         with search_bar(self.time_budget_s, self.call.progress) as show:
@@ -72,29 +72,28 @@ class RecipeSearch:
         if self.problem.runs and self._is_priced_elsewhere():
             kept = f" and keep constraints={dict(self.problem.pinned)!r}" if self.problem.pinned else ""
             raise NotAvailableError(
-                f"Of the recipes that fit{kept}, none has a program that compile runs. Other constraints may have one; "
+                f"Recipes fit{kept}, but compile runs none of these recipes. Other constraints may allow one; "
                 "runtime='megatron' prices these recipes."
             )
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
 
     def _is_priced_elsewhere(self) -> bool:
-        """Whether a recipe fits that has no program of ours."""
+        """Whether some recipe fits that has no program of ours."""
         free = replace(self.problem, runs=False)
         least = free.smallest(ceiling=Ceiling.within(self.time_budget_s))
         return least.recipe is not None and least.objective <= free.memory_limit
 
 
 def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
-    """The search for the fastest recipe of a call; its constraints are fields of recipes.
+    """Return the search for the fastest recipe of a call; its constraints are fields of recipes.
 
     Args:
         call: the arguments of `autoshard.plan`.
         global_batch: sequences of a step.
 
     Raises:
-        RecipeError: a constraint that names no field of recipes, or no value of one.
-        NotAvailableError: an optimizer or precision that recipes, or compile, do not have, or a constraint on a value's
-            spec.
+        RecipeError: a constraint names an unknown field of recipes, or an unknown value.
+        NotAvailableError: recipes or compile lack the optimizer or precision, or a constraint is on a value's spec.
     """
     model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target)
     assert call.example_inputs is not None, "plan takes example inputs"
@@ -119,7 +118,7 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
 
 def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
-    """The profile by which recipes are ranked that `compile` shall run; plans are priced by their lowered programs."""
+    """Return the profile by which recipes for `compile` are ranked; plans are priced by their lowered programs."""
     overlaps = overlap_of(cluster) is not None
     return replace(
         OURS,
@@ -132,7 +131,7 @@ def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runti
 
 
 def _given(recipe: Recipe) -> Only:
-    """The searched fields that a recipe decides."""
+    """Return the searched fields that a recipe decides."""
     values = {name: getattr(recipe, name) for name in SEARCHED}
     return {name: (value,) for name, value in values.items() if value is not None}
 
@@ -140,7 +139,7 @@ def _given(recipe: Recipe) -> Only:
 def problem_of(
     counted: CountedModel, cluster: Cluster, base: Execution, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
-    """The search for a model's recipe, within so many bytes of each device; None: its own."""
+    """Return the search for a model's recipe within a number of bytes per device; None: the device's memory."""
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
@@ -148,18 +147,18 @@ def problem_of(
 def base_recipe(
     model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
 ) -> Execution:
-    """The fixed part of searched recipes, as a call of `plan` gives it."""
+    """Return the fixed part of searched recipes, from a call of `plan`."""
     return Execution(
         global_batch=global_batch, precision=products_precision(model, precision), optimizer=optimizer_name(optimizer)
     )
 
 
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
-"""In which precisions a model of a dtype is priced, its own first."""
+"""Precisions of a dtype's models, the model's own first."""
 
 
 def products_precision(model: nn.Module, asked: str | None) -> str:
-    """The precision of a model's products in recipes; `asked` None: the model's own.
+    """Return the precision of a model's products in recipes; `asked` None: the model's own.
 
     Raises:
         NotAvailableError: a model of its types has no such products.
@@ -181,7 +180,7 @@ def products_precision(model: nn.Module, asked: str | None) -> str:
 
 
 def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
-    """What recipes call an optimizer. Raises NotAvailableError for one that they do not have."""
+    """Return the name of an optimizer in recipes, or raise `NotAvailableError`."""
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
     if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"
@@ -194,7 +193,7 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
 
 
 def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
-    """The error where no recipe fits: the least memory that one takes, and its largest parts."""
+    """Return the error if no recipe fits: the least memory of any recipe, and its largest parts."""
     least = problem.smallest(ceiling=ceiling)
     kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
     if least.recipe is None:
@@ -219,7 +218,7 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
 
 
 def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
-    """The way out where no recipe fits: fewer constraints, if recipes fit without any."""
+    """Return the way out if no recipe fits: fewer constraints, if recipes fit without any."""
     free = replace(problem, pinned={}).smallest(ceiling=ceiling) if problem.pinned else None
     if free is None or free.recipe is None or free.objective > problem.memory_limit:
         return "Use more devices, or devices with more memory."
@@ -227,7 +226,7 @@ def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
 
 
 def _without(problem: RecipeProblem, name: str) -> RecipeProblem:
-    """A problem without the constraint on a field."""
+    """Return a problem without the constraint on a field."""
     return replace(problem, pinned={other: values for other, values in problem.pinned.items() if other != name})
 
 

@@ -38,10 +38,10 @@ class StagePlanner:
     """The runtime's `Compiler` for a mesh with a pipeline axis.
 
     Args:
-        planner: plans and lowers a stage, and any call that is not cut into stages.
-        pipeline: what was asked for.
-        rank: this process's in the pipeline, or None where one process simulates all.
-        homes: the stage that holds each parameter, by name, once a program said so.
+        planner: plans and lowers a stage, and any call without stages.
+        pipeline: the pipeline of the call.
+        rank: this process's rank in the pipeline, or None if one process simulates all ranks.
+        homes: the stage of each parameter, by name, once a program decided it.
     """
 
     planner: Planner
@@ -50,7 +50,7 @@ class StagePlanner:
     homes: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """See `Compiler`. The first rank plans for all."""
+        """Compile a call for `Compiler`. The first rank plans for all ranks."""
         if request.update is None and request.grad:
             return self._compile_whole(request, engine)
         of_gradients = replace(request, update=None)
@@ -79,7 +79,7 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """The planner of a call: of a step in micro-batches, or of a whole batch without gradients."""
+        """Return the planner of a call: of a step in micro-batches, or of a whole batch without gradients."""
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
@@ -89,7 +89,7 @@ class StagePlanner:
     def _plan_for(
         self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
     ) -> Plan:
-        """The plan of a call: that of steps which is given, or one that is made; `lowered` then gets its stages."""
+        """Return the plan of a call: the given plan of steps, or a new plan; `lowered` then gets its stages."""
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
             check_fits(fixed, program, self.pipeline)
@@ -103,22 +103,22 @@ class StagePlanner:
         return plan
 
     def trace(self, request: Request) -> Program:
-        """See `Compiler`."""
+        """Trace a call for `Compiler`."""
         return self.planner.trace(request)
 
     def record_initialisation(self, model: nn.Module, device: torch.device, init_fn: Any) -> Initialisation:
-        """See `Compiler`."""
+        """Record an initialisation for `Compiler`."""
         return self.planner.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """See `Compiler`."""
+        """Check the guards for `Compiler`."""
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """A call whose gradients autograd takes: where one process simulates all ranks, it holds all parameters."""
+        """Compile a call with autograd's gradients. A process that simulates all ranks holds all parameters."""
         if self.rank is not None:
             raise NotAvailableError(
-                "A call of step.sharded wants gradients, and with a process per rank each rank holds the parameters "
+                "A call of step.sharded wants gradients. With a process per rank, each rank holds only the parameters "
                 "of its own stages of the axis 'pipeline'. To train, call the step; to evaluate, call step.sharded "
                 "under torch.no_grad(); for gradients by loss.backward(), compile for a mesh without that axis."
             )
@@ -132,7 +132,7 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Inputs and results of all stages, and updates of this process's own, as one program that never runs."""
+    """Return inputs and results of all stages, and updates of this process, as one program that never runs."""
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:
         for slot in stage.phased.lowered.inputs:

@@ -1,8 +1,8 @@
-"""Plans steps, and calls without gradients, for a pipeline: cuts into stages, searches their specs, predicts the order.
+"""Plan a pipeline's steps, and calls without gradients: cut into stages, search their specs, predict the order.
 
-A stage is searched with the memory of its rank: as if all stages there were like it, with as many micro-batches in
-flight as the order has at most (`StageLoad`). Where a rank then exceeds its memory all the same, the limits of its
-stages are lowered until it does not.
+A stage is searched with the memory of its rank, as if all stages there were like it. It counts the most micro-batches
+in flight in the order (`StageLoad`). If a rank then still exceeds its memory, the limits of its stages are lowered
+until the rank fits.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ NO_PROGRAMS: Mapping[int, PhasedProgram] = MappingProxyType({})
 """No stage is lowered yet."""
 
 _TRIES = 8
-"""Searches of a stage, each within a lower limit, before its pipeline does not fit."""
+"""Number of searches of a stage, each within a lower limit, before its pipeline does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlans:
-    """Planner of training steps, and of calls without gradients, in stages.
+    """Plan training steps, and calls without gradients, in stages.
 
     Args:
         planner: plans and lowers a stage.
-        pipeline: what was asked for.
+        pipeline: the pipeline of the call.
         problems: see `StageSearch`.
     """
 
@@ -76,17 +76,17 @@ class StagePlans:
         before: Plan | None = None,
         kept: Mapping[int, StageProgram] | None = None,
     ) -> tuple[Plan, list[StageProgram]]:
-        """The plan of a traced step, or of a call without gradients, and its lowered stages.
+        """Return the plan of a traced step, or of a call without gradients, and its lowered stages.
 
         Args:
             program: forward and backward, or a forward alone.
-            request: what it is a trace of; its update is planned with each stage.
-            homes: the stage that holds each parameter already, by name.
-            before: a plan of this program in as many stages, whose cuts are kept, and with which searches begin.
-            kept: stages by number that stay as they are, unless a rank's memory is too little for them.
+            request: the traced call; its update is planned with each stage.
+            homes: the stage of each parameter that has one, by name.
+            before: a plan of this program in as many stages. Its cuts are kept, and searches begin with it.
+            kept: stages by number that stay unchanged, unless a rank lacks memory for them.
 
         Raises:
-            DoesNotFitError: a rank needs more memory than there is.
+            DoesNotFitError: a rank needs more memory than it has.
         """
         start = time.perf_counter()
         cut = self._cut(program, request, cuts=before.cuts if before else (), homes=homes)
@@ -98,11 +98,11 @@ class StagePlans:
         return replace(found, search_time_s=time.perf_counter() - start), stages
 
     def cut(self, program: Program, plan: Plan, request: Request) -> CutProgram:
-        """The programs of the stages of a plan, each with its update."""
+        """Return the programs of the stages of a plan, each with its update."""
         return self._cut(program, request, cuts=plan.cuts)
 
     def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
-        """The planning problem of a stage of a plan; built once."""
+        """Return the planning problem of a stage of a plan; built once."""
         if number not in self.problems:
             cut, order = self.cut(program, plan, request), self.order(request)
             self.problems[number] = self._search(cut, order, request, None).problem(number)
@@ -111,13 +111,13 @@ class StagePlans:
     def lower(
         self, program: Program, plan: Plan, request: Request, lowered: Mapping[int, PhasedProgram] = NO_PROGRAMS
     ) -> tuple[StagedProgram, list[VerificationReport]]:
-        """The stages of a plan, lowered and proven, and the proofs made now; their order is proven before it runs.
+        """Lower and prove the stages of a plan; their order is proven before it runs.
 
         Args:
-            program: as `plan` took it.
+            program: the program given to `plan`.
             plan: its plan.
-            request: as `plan` took it.
-            lowered: the programs that `plan` gave by the number of their stage, if it was made in this process.
+            request: the call given to `plan`.
+            lowered: programs from `plan` by number of stage, if made in this process.
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
@@ -138,7 +138,7 @@ class StagePlans:
         return _staged(cut, plan.order, stages, program), reports
 
     def order(self, request: Request) -> PipelineOrder:
-        """Order of tasks on each rank."""
+        """Return the order of tasks on each rank."""
         pipeline = self.pipeline
         if request.update is None:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
@@ -149,7 +149,7 @@ class StagePlans:
         return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
-        """Micro-batches that each rank holds at most; a call without gradients has one."""
+        """Return the most micro-batches that each rank holds; one for a call without gradients."""
         pipeline = self.pipeline
         if not order.trains:
             return (1,) * pipeline.ranks
@@ -164,7 +164,7 @@ class StagePlans:
         cuts: tuple[str, ...] = (),
         homes: Mapping[str, int] | None = None,
     ) -> CutProgram:
-        """The programs of the stages, each with its update."""
+        """Return the programs of the stages, each with its update."""
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
         blocks = None if self.planner.recipe is None else self.planner.recipe.stage_layers
@@ -182,15 +182,15 @@ class StagePlans:
                 )
 
     def sharded_outputs(self, program: Program) -> frozenset[str]:
-        """Names of the outputs that are handed out as they lie."""
+        """Return the names of the outputs that stay split."""
         return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
 
     def _fitting(
         self, search: StageSearch, program: Program, kept: Mapping[int, StageProgram]
     ) -> tuple[list[StageProgram], PipelinePrediction]:
-        """Stages with which each rank has what its order has in flight within its memory.
+        """Return stages with which each rank has enough memory for its micro-batches in flight.
 
-        The limits of stages on ranks that exceed theirs are lowered; those of alike stages to the least of theirs.
+        The limits of stages on ranks that exceed their memory are lowered; alike stages get the least of their limits.
         """
         cut, order = search.cut, search.order
         cluster, update = self.planner.cluster_for(self.pipeline.mesh), search.request.update
@@ -250,7 +250,7 @@ class StagePlans:
         stages: Sequence[StageProgram],
         predicted: PipelinePrediction,
     ) -> Plan:
-        """One plan of all stages."""
+        """Return one plan of all stages."""
         plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
         crossing = {item.name for item in cut.crossings}
         nodes = program.nodes_by_name()
@@ -288,7 +288,7 @@ class StagePlans:
 
 
 def check_fits(plan: Plan, program: Program, pipeline: Pipeline) -> None:
-    """Raise `PlanMismatchError` where a plan of stages is not of a program on a mesh."""
+    """Raise `PlanMismatchError` if a plan of stages is for another program or mesh."""
     assert plan.order is not None, "it is a plan of stages"
     if plan.mesh != pipeline.mesh:
         raise PlanMismatchError(
@@ -307,7 +307,7 @@ def _of_another_step(plan: Plan) -> PlanMismatchError:
 
 
 def check_stays(program: Program) -> None:
-    """Refuse what stages cannot share yet."""
+    """Refuse values that stages cannot share yet."""
     buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
     if buffers:
         raise NotAvailableError(
@@ -341,7 +341,7 @@ def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram
 
 
 def _check_crossings(staged: StagedProgram) -> None:
-    """Each value that crosses stages is made by the stage before its reader, in the shape that the reader takes."""
+    """Check that each crossing value is made by the stage before its reader, in the shape that the reader takes."""
     for crossing in staged.crossings:
         made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
         taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)

@@ -1,4 +1,4 @@
-"""Searches the stages of a pipeline, each within a limit of memory; stages that are alike are searched once."""
+"""Search the stages of a pipeline, each within a limit of memory; alike stages are searched once."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _MARGIN = 1
 
 @dataclass(frozen=True, slots=True)
 class StageSearch:
-    """Searches the stages of one cut.
+    """The search of the stages of one cut.
 
     Args:
-        planner: of the whole call.
-        mesh: of each stage.
+        planner: the planner of the whole call.
+        mesh: the mesh of each stage.
         cut: the programs of the stages.
-        order: of the step.
-        in_flight: micro-batches that each rank holds at most.
+        order: the order of the step.
+        in_flight: the most micro-batches that each rank holds.
         request: the call.
         before: a plan of the call in as many stages, with which searches begin.
-        problems: planning problems by the form of their stage, or by its number; of one program and its cuts.
-        found: what was searched, by form and limit: the number of the stage, and its plan and program.
-        least: bytes that a search of a form said would do, where nothing was found within its limit.
-        forms: of the stages, by number; see `form_of`.
+        problems: planning problems by the form of their stage, or by its number; for one program and its cuts.
+        found: results by form and limit: the number of the stage, and its plan and program.
+        least: sufficient bytes that a failed search of a form named.
+        forms: forms of the stages, by number, see `form_of`.
     """
 
     planner: Planner
@@ -69,12 +69,12 @@ class StageSearch:
         self.forms.extend(self._form(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
-        """The plan and program of a stage within a limit of its rank's memory, or within the least known.
+        """Return the plan and program of a stage within a limit of its rank's memory, or within the least known limit.
 
-        The program of a stage that is like one searched before has the graphs of that one, and its own slots.
+        A stage that is like a searched stage has the graphs of that stage, and its own slots.
 
         Raises:
-            DoesNotFitError: no plan of the stage fits, and none is known that needs more than the limit.
+            DoesNotFitError: no plan of the stage fits, and no plan above the limit is known.
         """
         key = self.forms[number], limit
         if key not in self.found:
@@ -86,15 +86,15 @@ class StageSearch:
         return StageProgram(rename_slots(made.phased, alike, own), rename_plan(made.plan, alike, own), is_alike=True)
 
     def alike(self, number: int) -> Sequence[int]:
-        """The numbers of the stages that are like a stage, itself among them."""
+        """Return the numbers of the stages that are like a stage, itself among them."""
         return [other for other, form in enumerate(self.forms) if form == self.forms[number]]
 
     def problem(self, number: int) -> PlanningProblem:
-        """The planning problem of a stage with all its blocks."""
+        """Return the planning problem of a stage with all its blocks."""
         return self._share(number, None).problem(self.cut.stages[number], self.mesh, {})
 
     def _form(self, number: int) -> Hashable:
-        """The form of a stage; the number of one of which a question asks something of its own."""
+        """Return the form of a stage; its number if a question changes this stage alone."""
         stage, change = self.cut.stages[number], self.planner.change
         if change.specs and change.stage == number:
             return number
@@ -112,7 +112,7 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _share(self, number: int, limit: float | None) -> Planner:
-        """The planner of a stage within a limit of its rank's memory; None: that of the whole planner."""
+        """Return the planner of a stage within a limit of its rank's memory; None: the whole planner's limit."""
         change = self.planner.change
         if change.stage != number:
             change = replace(change, specs={})
@@ -128,13 +128,13 @@ class StageSearch:
         )
 
     def load(self, number: int) -> StageLoad:
-        """The most that a rank holds which has a stage like this one."""
+        """Return the largest load of a rank with a stage like this one."""
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """A stage within a limit; within the least known memory, where that is more."""
+        """Return a stage within a limit, or within the least known memory if that is more."""
         try:
             return self._search_within(number, limit)
         except DoesNotFitError as error:
@@ -169,12 +169,12 @@ class StageSearch:
 
 
 def lowered_stage(phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
-    """A stage's program as its order runs it: with its backward cut, where the order cuts backwards."""
+    """Return a stage's program for its order, with its backward cut if the order cuts backwards."""
     return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
 
 
 def constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """The constraints that mean something in a stage."""
+    """Return the constraints that apply to a stage."""
     state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
     names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
     names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}

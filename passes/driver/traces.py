@@ -1,4 +1,4 @@
-"""Traces calls; candidates on several meshes plan the same micro-batch, so their calls are traced once."""
+"""Trace calls. Candidates on several meshes plan the same micro-batch, so their call is traced once."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Programs by the call and the margin of blocks that they are of; calls are the same where their fields are."""
+    """Programs by call and margin of blocks; calls are equal if their fields are."""
 
     found: dict[Hashable, tuple[Request, Program | None]] = field(default_factory=dict, repr=False)
 
     def once(self, request: Request, margin: int | None, trace: Callable[[], Program | None]) -> Program | None:
-        """The program of a call: the one from before, or what `trace` makes.
+        """Return the program of a call, from an earlier trace or from `trace`.
 
         Args:
             request: the call.
-            margin: see `Planner.trace_with_gaps`; None: of the whole program.
+            margin: see `Planner.trace_with_gaps`; None: the whole program.
             trace: makes the program.
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
@@ -38,12 +38,12 @@ class Traces:
 
 
 def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
-    """The program of a call.
+    """Trace a call.
 
     Args:
         request: the call.
-        loss_fn: of the model's outputs; None: it returns a loss.
-        precision: what it computes in where the model's parameters are wider.
+        loss_fn: the loss of the model's outputs; None: the model returns a loss.
+        precision: the type of computation if the model's parameters are wider.
     """
     start = time.perf_counter()
     program = tracing.trace(

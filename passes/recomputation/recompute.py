@@ -81,8 +81,8 @@ class InsertRecompute:
 def _find(named: Mapping[str, fx.Node], name: str) -> fx.Node:
     if name not in named or named[name].op != "call_function":
         raise PlanMismatchError(
-            f"the plan recomputes or offloads, or does so before, a node {name!r} that this program does not compute. "
-            "It is for another model or other inputs. Plan again, or load this model's plan."
+            f"the plan's recomputation names node {name!r}, which this program does not compute. The plan is for "
+            "another model or other inputs. Plan again, or load this model's plan."
         )
     return named[name]
 
@@ -158,8 +158,8 @@ class _RecomputeInsertion:
                 continue
             if self.order[reader] < self.order[anchor]:
                 raise PlanMismatchError(
-                    f"the plan restores {original.name!r} before {anchor.name!r}, but {reader.name!r} reads it "
-                    "earlier. Plan again."
+                    f"the plan recomputes or fetches {original.name!r} before {anchor.name!r}, but {reader.name!r} "
+                    "reads it earlier. Plan again."
                 )
             reader.replace_input_with(original, self.restored[original])
 

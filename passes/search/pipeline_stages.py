@@ -1,4 +1,4 @@
-"""The stages of a recipe's pipeline: which blocks each has, on which rank it is, and how its schedule runs them.
+"""The stages of a recipe's pipeline: their blocks, their ranks, and their schedule.
 
 The model's ends are its parts before and after the blocks. The first stage has the first end, the last stage the other.
 """
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage: how often it has each layer class."""
+    """A stage: its number of each layer class."""
 
     layers: tuple[tuple[str, int], ...]
 
@@ -79,7 +79,7 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """The layers of each class on each pipeline rank, [ranks, classes]; the schedule places the stages on ranks."""
+    """Number of each layer class on each pipeline rank, as the schedule places the stages, [ranks, classes]."""
     counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
@@ -88,7 +88,7 @@ def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution
 
 
 def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
-    """How often a stage has each layer class, in the order of `names`."""
+    """Number of each layer class in a stage, in the order of `names`."""
     counts = dict(stage.layers)
     return np.array([counts.get(name, 0) for name in names], dtype=float)
 
@@ -110,7 +110,7 @@ def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
     """Seconds of all micro-batches of a step in the pipeline.
 
     Raises:
-        RecipeError: the schedule does not allow this number of micro-batches or virtual stages.
+        RecipeError: the schedule does not allow the number of micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
         (only,) = stages

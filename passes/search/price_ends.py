@@ -30,7 +30,7 @@ class EndLoad(NamedTuple):
 
 
 def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
-    """Seconds that a pipeline rank waits once per step: its ends, beside its last backward and its first forward."""
+    """Seconds of a pipeline rank's ends once per step, beside its last backward and its first forward."""
     reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
     if recipe.runtime.overlap_gradients:
         reduce_s = beside(load.backward_s, reduce_s) - load.backward_s
@@ -70,8 +70,9 @@ _STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
 
 
 def update_bytes(recipe: Execution) -> float:
-    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read, the
-    parameter written."""
+    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read,
+    parameter written.
+    """
     state = 8 * _STATE_PASSES[recipe.optimizer]
     master = 8 if recipe.runtime.master_weights else 2
     clipping = GRADIENT_BYTES[recipe.runtime.gradient_dtype]

@@ -32,7 +32,7 @@ from passes.search.recipe_groups import Groups
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice:
-    """Bytes of the fullest rank, by what they are; `total` is their sum."""
+    """Bytes of the fullest rank, by part; `total` is their sum."""
 
     parts: Mapping[str, int]
 
@@ -47,10 +47,10 @@ class HeldBytes(NamedTuple):
 
     Args:
         kept, away: for a micro-batch, on the device and on the host.
-        parameters, gradients, state: lie there all the time.
-        gathered: weights of a block and its neighbour, by ZeRO-3.
+        parameters, gradients, state: in memory all the time.
+        gathered: weights of a block and its neighbour, gathered by ZeRO-3.
         again, workspace: while the layer class runs backward.
-        update: the float32 copy of gradients that master weights are updated with.
+        update: the float32 copy of gradients that updates master weights.
     """
 
     kept: Floats
@@ -85,12 +85,12 @@ def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str, Floats]:
-    """Bytes of each pipeline rank by what they are, [..., ranks].
+    """Bytes of each pipeline rank by part, [..., ranks].
 
     Args:
         held: bytes of each layer class.
-        counts: how often each rank has each layer class, [..., ranks, classes].
-        in_flight: micro-batches that each of its stages holds at its peak, [..., ranks].
+        counts: number of each layer class on each rank, [..., ranks, classes].
+        in_flight: micro-batches that each stage of a rank holds at its peak, [..., ranks].
     """
 
     def most(each: Floats) -> Floats:
@@ -141,7 +141,7 @@ def memory_price(
 def host_bytes(
     sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
-    """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
+    """Bytes on the host for the rank with most of them, see `memory_price`."""
     if recipe.offload != "activations":
         return 0
     blocks = [name for name in sizes if name not in (BEFORE, AFTER)]

@@ -32,10 +32,10 @@ class PhaseTime:
 
     Args:
         compute_s: computation on the device.
-        exposed: by axis, what its collectives add to that.
+        exposed: by axis, seconds that its collectives add to computation.
         late_s: the part of `compute_s` in products of weight gradients.
         late_hidden_s: seconds of `exposed` that these products hide.
-        issue_s: the host's time to issue all of it, ahead of the device; `late_issue_s`: products of weight gradients.
+        issue_s: the host's time to issue all kernels ahead of the device; `late_issue_s`: products of weight gradients.
     """
 
     compute_s: float
@@ -47,7 +47,7 @@ class PhaseTime:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole phase."""
         return max(self._device_s, self.issue_s)
 
     @property
@@ -62,7 +62,7 @@ class PhaseTime:
 
     @property
     def communication(self) -> dict[str, float]:
-        """By axis, what of `total_s` its collectives add."""
+        """By axis, seconds that its collectives add to `total_s`."""
         sent = sum(self.exposed.values())
         added = self.total_s - max(self.compute_s, self.issue_s)
         return {axis: value * added / sent for axis, value in self.exposed.items()} if sent else {}
@@ -80,12 +80,12 @@ def phase_time(
     *,
     done: Busy = _IDLE,
 ) -> PhaseTime:
-    """Times of a phase for one micro-batch.
+    """Return the times of a phase for one micro-batch.
 
     Args:
         phase: the phase of a layer class.
         recipe, groups, cluster: the recipe, its groups, the hardware.
-        done: computation that is done already, and is left out.
+        done: earlier computation, which is left out.
     """
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, phase.busy.total_s - done.total_s)

@@ -104,7 +104,7 @@ _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 class _PassTimes(NamedTuple):
-    """A pass with what it exchanges: seconds of all, and of what a cut one runs first; what of it is exchange."""
+    """Seconds of a pass with its exchanges: of the whole pass, of a cut pass's first part, and of exposed exchanges."""
 
     total_s: float
     first_s: float
@@ -112,9 +112,9 @@ class _PassTimes(NamedTuple):
 
 
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
-    """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
+    """Return the times of a pass of `busy_s` seconds, its first part alone `first_s`, beside gathering and copying.
 
-    All exchange of a cut pass is in its first part.
+    All exchanges of a cut pass are in its first part.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
@@ -127,7 +127,7 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
 
 
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
-    """Seconds in which what a layer class keeps goes to the host, and comes back; the ends' stays on the device."""
+    """Seconds of copying a layer class's kept values to the host and back; values of the ends stay on the device."""
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
     kept = kept_bytes(price, recipe, is_block=True)
@@ -135,10 +135,11 @@ def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_bl
 
 
 def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
-    """Seconds of gathering a layer class's parameters in the forward, and again with reducing their gradients after.
+    """Seconds of gathering a layer class's parameters in the forward; in the backward, with reducing gradients.
 
-    ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
-    shared out among the ranks that hold the same ones. Collectives of lists gather each matrix by itself, and vectors
+    ZeRO-3 gathers. ZeRO-2 and -3 reduce for each micro-batch if there are several (`Execution.reduces_each`). Expert
+    parameters are
+    sharded over the ranks that hold the same experts. Collectives of lists gather each matrix by itself, and vectors
     stay whole (DeepSpeed's ZeRO-3).
     """
     if not recipe.reduces_each:
@@ -161,11 +162,11 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
 
 @dataclass(frozen=True)
 class Step:
-    """A step: its time, and where the time goes; each is found when it is read first.
+    """A step: its time, and its parts; each is computed when it is first read.
 
     Args:
         layers: the price of each layer class.
-        stages: how often each stage has each layer class.
+        stages: number of each layer class in each stage.
         recipe, groups, cluster: the recipe, its groups, the hardware.
     """
 
@@ -182,7 +183,7 @@ class Step:
 
     @cached_property
     def breakdown(self) -> Mapping[str, float]:
-        """Seconds by where they go; `time_s` is their sum."""
+        """Seconds by part; `time_s` is their sum."""
         recipe, found = self.recipe, dict[str, float]()
         is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
         sends_s = 2 * self.send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
@@ -213,7 +214,7 @@ class Step:
 
     @cached_property
     def send_s(self) -> float:
-        """Seconds of a hand-over."""
+        """Seconds of a transfer between stages."""
         return send_time(self.layers, self.recipe, self.groups)
 
     @cached_property
@@ -232,25 +233,25 @@ class Step:
 
     @cached_property
     def ranks(self) -> Floats:
-        """How often each pipeline rank has each layer class, [ranks, classes]."""
+        """Number of each layer class on each pipeline rank, [ranks, classes]."""
         return rank_counts(tuple(self.layers), self.stages, self.recipe)
 
     @cached_property
     def end(self) -> Mapping[str, float]:
-        """The ends of the rank on which they take longest."""
+        """The ends of the rank with the longest ends."""
         kinds = dict.fromkeys(map(tuple, self.ranks.tolist()))
         ends = [end_times(load_of(kind, self.times), self.recipe, self.groups, self.cluster) for kind in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
 def load_of(counts: Sequence[float], times: LayerTimes) -> EndLoad:
-    """The load of a rank that has each layer class so often."""
+    """Return the load of a rank with these numbers of layer classes."""
     parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
     return EndLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:
-    """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
+    """Seconds of sending a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
     if recipe.pipeline == 1:
         return 0.0
     whole = max(price.entering_bytes for name, price in layers.items() if name not in (BEFORE, AFTER))
@@ -265,10 +266,10 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
-    """Bytes moved to add a micro-batch's gradients to those before it, or to lay out those that are reduced at once.
+    """Bytes moved to add a micro-batch's gradients to earlier ones, or to lay out gradients that are reduced at once.
 
-    Gradients come in two bytes an element and are added to a sum that is read and written. FSDP copies them into its
-    flat buffer, and casts that to the dtype in which it reduces.
+    Gradients have two bytes an element, and are added to a sum that is read and written. FSDP copies gradients into a
+    flat buffer, and casts the buffer to the dtype of the reduction.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters
@@ -278,7 +279,7 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
 
 
 def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
-    """FLOPs of products and attention in a step on one rank, nothing recomputed."""
+    """FLOPs of products and attention in a step on one rank, without recomputation."""
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(

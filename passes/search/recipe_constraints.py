@@ -1,6 +1,6 @@
-"""Constraints on the recipes that are searched: fields with the value, or the values, that they may have.
+"""Constraints on the searched recipes: fields with their value, or a collection of values.
 
-`{"tensor": 8, "pipeline": (1, 2, 4)}`. Overlap and fusion are no fields of recipes, but of a `Runtime`.
+For example `{"tensor": 8, "pipeline": (1, 2, 4)}`. Overlap and fusion are fields of a `Runtime`, not of recipes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ELSEWHERE = {
         for name in _RUNTIME
     },
 }
-"""Names that constraints do not decide, and what to do instead."""
+"""Names that constraints do not decide, and the way out for each."""
 
 
 def pinned(constraints: Mapping[str, object]) -> Only:
-    """The values that constraints leave to searched fields.
+    """Return the values that constraints leave to searched fields.
 
     Args:
-        constraints: field of `Recipe` to its value, or to a collection of values that it may have.
+        constraints: field of `Recipe` to its value, or to a collection of allowed values.
 
     Raises:
-        RecipeError: no such field, or no such value; names them.
-        NotAvailableError: a spec of a value, which recipes do not choose one by one.
+        RecipeError: an unknown field or value; the message names it.
+        NotAvailableError: the spec of a value, because recipes do not choose single specs.
 
     Example:
         >>> pinned({"pipeline": (1, 2), "tensor": 8})
@@ -52,7 +52,7 @@ def pinned(constraints: Mapping[str, object]) -> Only:
 
 
 def _values(name: str, given: object) -> tuple[object, ...]:
-    """The values that a field may have."""
+    """Return the values that a field may have."""
     if isinstance(given, PartitionSpec):
         raise NotAvailableError(
             f"constraints[{name!r}]={given!r} gives a value its spec, but with global_batch= recipes are searched, "

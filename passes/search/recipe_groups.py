@@ -61,7 +61,7 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
-        """A group of `size` ranks, `inner` apart, and of `inside` ranks that are neighbours beside each of them."""
+        """Return a group of `size` ranks, `inner` apart, with `inside` neighbouring ranks beside each of them."""
         outer, between = cluster.size // (inner * size), inner // inside
         shape = {"outer": outer, "group": size, "between": between, "inside": inside}
         return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))
@@ -98,30 +98,31 @@ _MOVES = {
 
 @lru_cache(maxsize=2**16)
 def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an exchange with nothing beside it; a search asks for few of them very often."""
+    """Seconds of an exchange without other traffic; cached, because a search repeats few exchanges."""
     return exchange(moved_bytes, group)
 
 
 _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
-"""The same of an exchange of tokens that are sent once to each place."""
+"""Seconds of exchanging tokens that are sent once to each place, without other traffic."""
 
 
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
-    """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
+    """Seconds of sorting received tokens by expert, or back; a merged dispatch sorts tokens itself."""
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0
     return memory_time(2 * item.bytes, cluster.device)
 
 
 _LISTED_S = 2e-5
-"""Seconds of the host for each rank of a collective that takes a list of tensors. It makes a view and a copy, from C++,
-without Python (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us)."""
+"""Seconds of the host for each rank of a collective of a tensor list. The collective makes a view and a copy, from C++,
+without Python (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us).
+"""
 
 
 def in_pieces(
     exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
 ) -> float:
-    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
+    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if needed."""
     count = max(1, round(total_bytes / recipe.runtime.bucket_bytes)) if count is None else count
     listing_s = group.size * _LISTED_S if recipe.runtime.listed_collectives and group.size > 1 else 0.0
     return count * (_alone_s(exchange, total_bytes / count, group) + listing_s)

@@ -1,4 +1,4 @@
-"""The plan of a recipe: specs of the program on the mesh of the recipe, and what the cost models say of the step."""
+"""The plan of a recipe: specs of the program on the recipe's mesh, and the predicted step."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
 
 
 def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> int:
-    """Bytes in the host's memory for each device. Raises RecipeError where the host has less."""
+    """Bytes in the host's memory for each device. Raises RecipeError if the host has less."""
     if recipe.offload != "activations":
         return 0
     stages, share = share_out(priced.blocks, recipe), cluster.host_bytes_per_device
@@ -106,7 +106,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
 
 
 def recipe_mesh(recipe: Execution) -> Mesh:
-    """The mesh of a recipe, slowest axis first, as Megatron-LM orders ranks; axes of one are left out.
+    """Return the mesh of a recipe, slowest axis first, as Megatron-LM orders ranks, without axes of one rank.
 
     The expert axis is the fastest part of data x context, which is then called "data".
     """
@@ -154,9 +154,9 @@ def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[
 def _parameter_plans(
     priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Execution, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
-    """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too.
+    """Return the plan of each parameter of the whole model; ZeRO-3 splits the first dim over replicas too.
 
-    Experts may lie on ranks of the tensor axis too, which the mesh then does not name.
+    Experts may also lie on ranks of the tensor axis; the mesh does not name this.
     """
     nodes = priced.folded.single.nodes_by_name()
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}

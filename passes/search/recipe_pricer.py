@@ -90,7 +90,7 @@ def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
 
 @dataclass
 class RecipePricer:
-    """Times and memory of recipes of a model on a cluster. All fields that a search does not choose are alike in them.
+    """Times and memory of recipes of a model on a cluster, which differ only in searched fields.
 
     Args:
         counted: the model.
@@ -123,23 +123,25 @@ class RecipePricer:
         return share_out(self.counted.blocks, recipe)
 
     def time_s(self, recipe: Execution) -> float:
-        """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
+        """Seconds of a recipe's step, from `recipe_plan.predict_recipe`."""
         parts = (self.layers(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
         return Step(*parts).time_s
 
     def memory_bytes(self, recipe: Execution) -> int:
-        """The memory of a recipe's fullest rank, likewise."""
+        """Bytes of a recipe's fullest rank."""
         parts = (self.layers(recipe), self.stages(recipe), recipe, self.groups(recipe))
         return memory_price(*parts, in_flight(recipe)).total
 
     def memory_floors(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """The memory of a recipe in each of some pipelines of as many ranks, [pipes], but for whole bytes."""
+        """Bytes of a recipe in each of some pipelines of as many ranks, [pipes], without rounding."""
         held = held_bytes(self.layers(recipe), recipe, self.groups(recipe))
         parts = memory_parts(held, self._places(recipe, pipes).counts, held_by(pipes, recipe.micro_batches))
         return np.sum(list(parts.values()), axis=0).max(axis=1) - len(parts)
 
     def fits(self, recipe: Execution, memory_limit: float) -> bool:
-        """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""
+        """Whether a recipe fits in the memory limit, and its offloaded values in the device's share of the host's
+        memory.
+        """
         if self.memory_bytes(recipe) > memory_limit:
             return False
         share = self.cluster.host_bytes_per_device
@@ -148,14 +150,15 @@ class RecipePricer:
         return host_bytes(self.layers(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
-        """The largest workspace of a recipe's layout: a rank has it, beside all else."""
+        """The largest workspace of a recipe's layout, bytes; a rank needs it beside all other memory."""
         return max(size.workspace_bytes for size in self.layers(recipe).values())
 
     def least_memory(self, last: Execution) -> float:
-        """Bound on the memory of all recipes of a layout and activation policy, bytes: the mean of ranks.
+        """A lower bound of the memory of all recipes of a layout and activation policy, bytes: the mean of ranks.
 
         A rank holds at least one micro-batch, the state of its parameters, and the workspace of one layer class. The
-        recipe `last` has the most pipeline ranks that they may have, and the ZeRO stage that shards most.
+        recipe
+        `last` has the most pipeline ranks of them all, and the ZeRO stage that shards most.
         """
         layers = self.layers(last)
         held = held_bytes(layers, last, self.groups(last))
@@ -164,7 +167,7 @@ class RecipePricer:
         return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
-        """Bound on the step of a recipe in any pipeline: the mean of ranks, and a micro-batch's latency."""
+        """A lower bound of a recipe's step in any pipeline: the mean of ranks, and a micro-batch's latency."""
         times, counts = self._times_of(recipe), self._counts_of(self.layers(recipe))
         backward_s = times.backward_s + times.recompute_s
         first_s = np.minimum(backward_s, times.input_gradient_s + times.recompute_s)
@@ -173,7 +176,7 @@ class RecipePricer:
         return ROUNDING * max(float(counts @ part) for part in each)
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """Bounds on the step of a recipe in each of some pipelines of as many ranks: paths of ranks, with ends."""
+        """Lower bounds of a recipe's step in each of some pipelines of as many ranks: paths of ranks, with ends."""
         times, layers, groups = self._times_of(recipe), self.layers(recipe), self.groups(recipe)
         places = self._places(recipe, pipes)
         send_s = send_time(layers, recipe, groups)
@@ -188,7 +191,9 @@ class RecipePricer:
         return places_of(tuple(self.layers(recipe)), self.counted.blocks, pipes)
 
     def _times_of(self, recipe: Execution) -> LayerTimes:
-        """The times of layer classes; recipes share them that differ in the pipeline, or in unused sharding."""
+        """Return the times of layer classes. Recipes share them if they differ in the pipeline, or in unused
+        sharding.
+        """
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
@@ -198,11 +203,13 @@ class RecipePricer:
         return self._times[key]
 
     def _counts_of(self, names: Iterable[str]) -> Floats:
-        """How often the model has each of some layer classes."""
+        """Number of each layer class in the model."""
         return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:
-    """The fields that decide the work of layer classes, but for recomputation; all others are alike in a search."""
+    """Return the fields that decide the work of layer classes, without recomputation; a search shares the other
+    fields.
+    """
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)

@@ -1,4 +1,4 @@
-"""The best recipe of a model on a cluster, and of known kinds; what searches of one problem share is priced once."""
+"""The best recipe of a model on a cluster, and of each known kind; searches of one problem share prices."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from passes.solver.search_control import Ceiling
 
 @dataclass
 class RecipeProblem:
-    """Which recipe is the fastest.
+    """The problem of finding the fastest recipe.
 
     Args:
         counted: the model.
         cluster: the cluster; all of its devices are used.
-        base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
+        base: the global batch, and the fields that are not searched (other than `recipe_space.SEARCHED`).
         memory_limit: bytes of a device that recipes may take.
         least_tokens: see `RecipeSpace`.
-        pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Pinned
-            tensor or context ranks are limited neither by the node nor by `least_tokens`.
+        pinned: searched fields to their allowed values in every search, see `recipe_constraints`. For pinned tensor or
+            context ranks, neither the node nor `least_tokens` is a limit.
         runs: see `RecipeSpace`.
     """
 
@@ -44,17 +44,17 @@ class RecipeProblem:
 
     @cached_property
     def pricer(self) -> RecipePricer:
-        """The pricer of its recipes."""
+        """The pricer of the problem's recipes."""
         return RecipePricer(self.counted, self.cluster)
 
     @cached_property
     def kinds(self) -> dict[str, Only]:
-        """The known kinds of recipes of which this problem has any, whatever memory they take; see `known_kinds`."""
+        """The known kinds of recipes that the problem has, whatever memory they take; see `known_kinds`."""
         known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
     def within(self, memory_limit: float) -> RecipeProblem:
-        """The same problem with another memory limit; the two share prices."""
+        """Return this problem with another memory limit; the two share prices."""
         other = replace(self, memory_limit=memory_limit)
         other.pricer = self.pricer
         return other
@@ -67,33 +67,33 @@ class RecipeProblem:
         known: Execution | None = None,
         watch: Watch | None = None,
     ) -> FoundRecipe:
-        """The fastest recipe that fits.
+        """Return the fastest recipe that fits.
 
         Args:
-            only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
+            only: searched fields to their allowed values, `{"pipeline": range(2, 65)}`.
             ceiling, known, watch: see `search_recipes`.
 
         Raises:
-            RecipeError: a field that is not searched.
+            RecipeError: a field is not searched.
         """
         return search_recipes(
             self.space(only), self.pricer, self.memory_limit, ceiling=ceiling, known=known, watch=watch
         )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
-        """The recipe with the least memory; its objective is bytes. Arguments are those of `best`."""
+        """Return the recipe with the least memory; its objective is bytes. Arguments are those of `best`."""
         return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
-        """The fastest recipe within a restriction, and those of the known kinds within it."""
+        """Return the fastest recipe within a restriction, and the fastest of each known kind within it."""
         kinds = [both for kind in self.kinds.values() if all((both := _both(kind, only)).values())]
         return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
 
     def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
-        """The fastest recipe of each of the `kinds`.
+        """Return the fastest recipe of each of the `kinds`.
 
         Raises:
-            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else the search of a kind was interrupted.
+            KeyboardInterrupt: by Ctrl-C before any recipe was priced; later Ctrl-C interrupts the search of a kind.
         """
         found: dict[str, FoundRecipe] = {}
         for name, only in self.kinds.items():
@@ -110,31 +110,31 @@ class RecipeProblem:
 
     @property
     def has_recipes(self) -> bool:
-        """Whether there is any recipe, whatever memory it takes."""
+        """Whether the problem has any recipe, whatever memory it takes."""
         return next(self.space().recipes(), None) is not None
 
     def missing(self, feature: str) -> str:
-        """Why no recipe of the model can have a feature of `why_not`; "" where one may."""
+        """Return a reason why no recipe of the model has a feature of `why_not`; "" if one may."""
         if feature == "expert" and not self.counted.has_experts:
             return "the model has no experts to share out"
         if feature == "context" and not self.counted.tokens:
             return "the model's inputs are no tokens, of which ranks could share a sequence"
         if feature in ("pipeline", "recompute", "offload") and not self.counted.blocks:
-            return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
+            return "the model has no list of blocks; stages, recomputation and offload take whole blocks"
         no_host = feature == "offload" and self.cluster.device.host_link is None
         return "the device's data have no host link" if no_host else ""
 
     def admits(self, recipe: Execution) -> bool:
-        """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one of another number of devices."""
+        """Whether a recipe fits, and keeps the constraints. Raises RecipeError for another number of devices."""
         runs = not (self.runs and recipe.without_program)
         return runs and keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
 
     def best_of_all(
         self, *, ceiling: Ceiling | None = None, known: Execution | None = None, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
-        """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
+        """Return the fastest recipe, and the baselines. The fastest of the baselines and `known` starts the search.
 
-        Times are of both.
+        Times are of both searches.
         """
         start = time.monotonic()
         kinds = self.baselines(ceiling)
@@ -149,7 +149,7 @@ class RecipeProblem:
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, only: Only | None = None) -> RecipeSpace:
-        """The recipes that are searched, some fields restricted."""
+        """Return the recipes to search, with some fields restricted."""
         return RecipeSpace(
             self.counted,
             self.cluster.size,
@@ -164,16 +164,17 @@ class RecipeProblem:
 
 
 def _both(one: Only, other: Only) -> Only:
-    """The values that two restrictions leave to each field."""
+    """Return the values that two restrictions leave to each field."""
     common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
     return {**one, **other, **common}
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
-    """The recipes that experts know by name, as restrictions of the searched fields.
+    """Return the recipes that experts know by name, as restrictions of the searched fields.
 
     Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules. HSDP shards
-    within nodes, and is FSDP on a single one.
+    within
+    nodes, and equals FSDP on a single node.
     """
     alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
     node = cluster.devices_per_node
@@ -199,10 +200,11 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
 
 
 def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
-    """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
+    """Return the recipe of another plan, if it fits and keeps the constraints; else the fastest recipe like it.
 
-    Like it are recipes that cut a micro-batch as it does (`alike`): on another number of devices these
-    have other replicas or pipeline ranks. None where there is none of these either, or the ceiling cuts first.
+    Similar recipes cut a micro-batch in the same way (`alike`). On another number of devices they have other replicas
+    or
+    pipeline ranks. None if there is no similar recipe, or the ceiling ends the search first.
     """
     try:
         recipe = problem.base.of(before)
@@ -216,9 +218,9 @@ def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None
 _ALIKE = (
     "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
 )  # fmt: skip
-"""The fields by which a recipe cuts a micro-batch, and keeps and shards what it makes."""
+"""The fields of a recipe for the cut of a micro-batch, and for keeping and sharding its values."""
 
 
 def alike(recipe: Recipe) -> Only:
-    """The recipes that have these fields as one has."""
+    """Return the recipes that share these fields with a recipe."""
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -3,10 +3,10 @@
 A recipe of the space is a choice in four steps, every one of which is data here:
 
 1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
-   between split regions, and the micro-batch. It decides what a layer class of the model takes and keeps;
+   between split regions, and the micro-batch. It decides time and memory of layer classes;
 2. an `ActivationPolicy`: whether values of blocks are computed again (`recompute`), or lie on the host (`offload`);
-3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, or evenly
-   with the ends counted as blocks. The remaining devices are `data`;
+3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and the blocks of each stage (even, or
+   even with the ends counted as blocks). The remaining devices are `data`;
 4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
 
 All else (runtime, precision, optimizer, batch) is that of a given execution, `base`.
@@ -48,7 +48,7 @@ SEARCHED = (
 """The fields of a recipe that the space chooses."""
 
 Only = Mapping[str, Collection[object]]
-"""Fields and the values that they may have."""
+"""Fields to their allowed values."""
 
 
 def keeps(recipe: Recipe, only: Only) -> bool:
@@ -57,7 +57,7 @@ def keeps(recipe: Recipe, only: Only) -> bool:
 
 
 class Layout(NamedTuple):
-    """How a micro-batch is cut."""
+    """The cut of a micro-batch."""
 
     tensor: int
     sequence_parallel: bool
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
 
 
 class ActivationPolicy(NamedTuple):
-    """The fate of a block's values behind its forward."""
+    """The policy for a block's values after its forward."""
 
     recompute: str = "none"
     offload: str = "none"
@@ -96,7 +96,7 @@ class Pipe(NamedTuple):
         return self.schedule or usual_schedule(self.virtual_stages)
 
     def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
-        """Blocks on each stage where the ends count as blocks; None: as even as can be."""
+        """Return the blocks on each stage if the ends count as blocks; None: as even as possible."""
         if not self.split_ends:
             return None
         return even_blocks(blocks, self.pipeline * self.virtual_stages, split_ends=True)
@@ -113,9 +113,9 @@ class Pipe(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = False) -> tuple[Pipe, ...]:
-    """Pipelines of so many ranks whose schedule admits so many micro-batches.
+    """Return the pipelines of `ranks` ranks whose schedule admits the number of micro-batches.
 
-    A rank has a power of two of stages, or one for each block; with `every` it may have any number.
+    A rank has a power of two of stages, or a stage for each block; with `every` any number of stages.
     """
     if ranks == 1:
         return (Pipe(),)
@@ -134,14 +134,14 @@ def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = Fa
 
 
 class Sharding(NamedTuple):
-    """A ZeRO stage, and the number of replicas over which it shards; 0: all of them."""
+    """A ZeRO stage, and the number of replicas over which it shards; 0: all replicas."""
 
     zero: int = 0
     group: int = 0
 
 
 _GROUPS = tuple(8**power for power in range(1, 6))
-"""Numbers of replicas over which ZeRO shards, beside all of them."""
+"""Numbers of replicas over which ZeRO shards, beside all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class RecipeSpace:
                 yield ranks
 
     def _expert_ranks(self, layout: Layout, data: int) -> int:
-        """Ranks of a pipeline stage that may share out the experts; see `Runtime.folded_experts`."""
+        """Number of ranks of a pipeline stage that may share out the experts, see `Runtime.folded_experts`."""
         return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
 
     def policies(self, layout: Layout) -> list[ActivationPolicy]:
@@ -257,7 +257,7 @@ class RecipeSpace:
         ]
 
     def pipes(self, layout: Layout, ranks: int) -> tuple[Pipe, ...]:
-        """Pipelines of so many ranks."""
+        """Return the pipelines of `ranks` ranks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
         every, offered = "virtual_stages" in self.only, self.base.runtime.schedules
         known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
@@ -273,11 +273,11 @@ class RecipeSpace:
 
     @property
     def most_zero(self) -> int:
-        """The ZeRO stage that shards most of those that recipes may have."""
+        """The ZeRO stage of the allowed ones that shards most."""
         return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
 
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
-        """ZeRO over all replicas, or a power of eight of them; over any number where these are restricted."""
+        """Return ZeRO over all replicas, or over a power of eight of them; restricted sizes may be any number."""
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)
         if key not in self._shardings:
@@ -332,7 +332,7 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether a recipe is of those that are asked for: all of the runtime's, or those that `compile` runs."""
+        """Whether a recipe belongs to the search: any recipe of the runtime, or only recipes that `compile` runs."""
         if recipe.offload == "activations" and is_several(recipe.pipeline):
             return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
         return not (self.runs and recipe.without_program)
@@ -340,7 +340,7 @@ class RecipeSpace:
 
 @lru_cache(maxsize=16)
 def _fields_of(recipe: Execution) -> Mapping[str, Any]:
-    """The fields of a recipe by name: of those that have them alike, `dataclasses.replace` asks for each again."""
+    """Return the fields of a recipe by name; cached, because `dataclasses.replace` reads fields again each time."""
     return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
 
 
@@ -352,7 +352,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits_evenly(counted: CountedModel, kind: RecipeKind, layout: Layout) -> bool:
-    """Whether every axis of a layout splits some value of a block, and divides what it splits."""
+    """Whether every axis of a layout splits some value of a block, and divides each dim that it splits."""
     sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
     splits = counted.splits(kind)
     used = {axis for _, axes in splits for axis in axes}

@@ -1,13 +1,14 @@
-"""Find a fast recipe of a space, best first, and a bound below all of them.
+"""Find a fast recipe of a space, best first, and a lower bound of all its recipes.
 
-An entry of the queue is a set of recipes with a bound below the objective of them all (`recipe_pricer`):
+An entry of the queue is a set of recipes with a lower bound of their objectives (`recipe_pricer`):
 
-1. a layout and an activation policy; policies that recompute more take longer, and are opened when this one is split;
-2. with the number of pipeline ranks and the sharding;
-3. with the schedule: one recipe. It is priced (`passes.search.price_recipe`) if it fits.
+1. a layout and an activation policy. Policies that recompute more take longer, and are opened when this set is split;
+2. also the number of pipeline ranks and the sharding;
+3. also the schedule, so the set is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
-Once no set can be faster than the best recipe, that is the fastest; of equal ones it has the least memory. Stopped
-early, by its ceiling or Ctrl-C, the search gives the best recipe that it priced, and the lowest bound of what is left.
+Once no set can be faster than the best recipe, that recipe is the fastest; of equal recipes it has the least memory. If
+the
+ceiling or Ctrl-C stops the search, its result is the best recipe priced, and the lowest bound of the remaining sets.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class FoundRecipe:
     """The result of a search.
 
     Args:
-        recipe: the best recipe that was priced, None if none was (none fits, if the search is complete).
+        recipe: the best recipe priced, or None. In a complete search None means that no recipe fits.
         objective: its objective; infinite without.
         lower_bound: no recipe of the space has a lower objective.
-        is_complete: whether the search came to its end: no recipe is better.
-        was_interrupted: whether Ctrl-C ended it.
-        priced, nodes: recipes that were priced, and sets of recipes that were bounded.
+        is_complete: whether the search came to its end, so that no recipe is better.
+        was_interrupted: whether Ctrl-C ended the search.
+        priced, nodes: numbers of priced recipes, and of bounded sets of recipes.
         search_time_s: wall time.
     """
 
@@ -52,7 +53,7 @@ class FoundRecipe:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a ceiling ended it."""
+        """Whether a ceiling ended the search."""
         return not (self.is_complete or self.was_interrupted)
 
 
@@ -62,13 +63,13 @@ NOTHING = FoundRecipe(
 """The result of a search that has not begun."""
 
 Watch = Callable[[FoundRecipe], None]
-"""Called with what is found so far, after every priced recipe and now and then."""
+"""Called with the result so far, after every priced recipe and at times between."""
 
 _AHEAD = 4
-"""Sets that are split for each family of layouts, before all are open: a recipe is found soon."""
+"""Sets to split for each family of layouts before all families are open, so that a recipe is found soon."""
 
 _OFTEN = 256
-"""Sets between two looks at the clock."""
+"""Number of sets between two looks at the clock."""
 
 
 @one_blas_thread()
@@ -82,19 +83,19 @@ def search_recipes(
     known: Execution | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
-    """The fastest recipe of a space that fits in so many bytes.
+    """Return the fastest recipe of a space that fits in the memory limit.
 
     Args:
         space: the recipes.
         pricer: the pricer of their times and memory.
         memory_limit: bytes of a device.
-        smallest: the objective is the memory of the fullest rank in bytes, in place of the step in seconds.
-        ceiling: may end it; None: nothing does.
-        known: a recipe that will do: nothing worse is looked at.
-        watch: told how it goes.
+        smallest: minimise the memory of the fullest rank in bytes, in place of the step in seconds.
+        ceiling: may end the search; None: no limit.
+        known: a known recipe; worse recipes are skipped.
+        watch: is told the progress.
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
+        KeyboardInterrupt: by Ctrl-C before any recipe was priced; later Ctrl-C only ends the search.
     """
     search = _BestFirst(space, pricer, memory_limit, ceiling or Ceiling(), watch, smallest)
     was_interrupted = False
@@ -147,7 +148,7 @@ class _BestFirst:
     nodes: int = 0
 
     def run(self, known: Execution | None) -> bool:
-        """Search until the best recipe is found, or time is over; whether it is found."""
+        """Search until the best recipe is found or time is over; return whether it is found."""
         if known is not None:
             self._price(known)
         for layouts in self.space.layouts():
@@ -176,7 +177,7 @@ class _BestFirst:
         return self.ceiling.cuts()
 
     def _take_first(self) -> None:
-        """Price the recipe, or split the set, with the lowest bound, if it may be better than the best recipe."""
+        """Price the recipe or split the set of the lowest bound, if it may be better than the best recipe."""
         if not self.open or self.open[0][0] >= self.objective:
             return
         bound, _, node = heapq.heappop(self.open)
@@ -188,7 +189,7 @@ class _BestFirst:
             self._price(node)
 
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
-        """Open layouts of rising micro-batch, until one is left out for its size."""
+        """Open layouts of rising micro-batch, until a layout is too large."""
         for layout in layouts:
             first = self._recipe(layout, ActivationPolicy(), next(self.space.pipelines(layout)), Sharding())
             if self.pricer.workspace_bytes(first) > self.memory_limit:
@@ -199,7 +200,7 @@ class _BestFirst:
                     break
 
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
-        """Open a layout with an activation policy, if that may fit; whether it may."""
+        """Open a layout with an activation policy if it may fit; return whether it may."""
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
         needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
@@ -210,7 +211,7 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Open a layout's other policies, and the first one with each number of ranks and each sharding."""
+        """Open a layout's other policies, and the first policy with each number of ranks and each sharding."""
         for policy in node.others:
             self._open(node.layout, policy)
         for ranks in self.space.pipelines(node.layout):
@@ -240,7 +241,7 @@ class _BestFirst:
         return self.space.recipe(layout, policy, pipe, sharding)
 
     def _push(self, bound: float, node: _Node) -> None:
-        """Open a set that may have a faster recipe than the best one."""
+        """Open a set if it may have a faster recipe than the best recipe."""
         self.nodes += 1
         if bound < self.objective:
             heapq.heappush(self.open, (bound, self.nodes, node))

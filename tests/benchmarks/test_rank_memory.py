@@ -35,7 +35,7 @@ def assert_within(phases: list[Phase]) -> None:
 
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
-    """From meta through three steps and another shape to a checkpoint and exported weights, on two ranks."""
+    """No rank holds the whole model from meta through steps, a checkpoint and exported weights, on two ranks."""
     phases = measure("small", {"train": 2}, tmp_path)["train"]
     assert {"trace", "place", "init_weights", "step 1", "new shape", "save"} <= {phase.name for phase in phases}
     assert_within(phases)
@@ -43,7 +43,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model_when_it_is_loaded(tmp_path: Path) -> None:
-    """From a checkpoint of four ranks on two, and from exported weights on four."""
+    """No rank holds the whole model when two ranks load four ranks' checkpoint, or four load exported weights."""
     for phases in measure("small", {"train": 4, "resume": 2, "begin": 4}, tmp_path).values():
         assert_within(phases)
 

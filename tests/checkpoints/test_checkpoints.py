@@ -140,7 +140,7 @@ def check_each_byte_is_written_once(folder: Path) -> None:
 
 
 def check_own_loop(folder: Path) -> None:
-    """A model without a traced step, its optimizer by keyword: on four ranks."""
+    """A model without a traced step, with its optimizer by keyword, is saved and loaded on four ranks."""
     loss = own_loop(folder, LINE, load=False)
     assert own_loop(folder, LINE, load=True) == loss
 
@@ -172,7 +172,7 @@ def own_loop(folder: Path, mesh: Any, *, load: bool) -> float:
 
 
 def check_ranks_that_save_different_steps(folder: Path) -> None:
-    """One error on every rank."""
+    """Ranks that save different steps raise one error on every rank."""
     run = Run("momentum", PAIR, {})
     checkpoints = Checkpoints(folder / "different")
     checkpoints.save(run.step, at=dist.get_rank())
@@ -227,7 +227,7 @@ def test_on_one_device(outcomes: dict[str, str], folder: Path, name: str, mesh: 
 
 
 def test_a_plain_module_loads(outcomes: dict[str, str], folder: Path) -> None:
-    """Without autoshard's step: a module and an optimizer of torch."""
+    """A plain module and an optimizer of torch load a checkpoint."""
     report(outcomes, "saving traced")
     values, _ = torch.load(folder / "traced.expected")
     model = net(3)

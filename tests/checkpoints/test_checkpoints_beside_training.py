@@ -74,7 +74,7 @@ def test_what_is_copied() -> None:
 
 
 def test_without_a_copy_it_is_complete_at_once(tmp_path: Path) -> None:
-    """And an error is raised at once."""
+    """A synchronous checkpoint is complete at once, and raises its errors at once."""
     checkpoints = Checkpoints(tmp_path / "runs", asynchronous=False)
     checkpoints.save(nn.Linear(2, 2), at=7)
     assert checkpoints.latest == tmp_path / "runs" / "step-7"

@@ -219,7 +219,7 @@ SPACE = (
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """In one process."""
+    """A full disk raises an error in one process."""
     check_full_disk(tmp_path)
 
 

@@ -82,7 +82,7 @@ def test_nan_comes_back() -> None:
 
 
 def test_sparse_tensors_come_back() -> None:
-    """Through `weights_only`."""
+    """Sparse tensors come back through `weights_only`."""
     assert torch.equal(unpacked(packed(torch.eye(3).to_sparse())).to_dense(), torch.eye(3))
 
 
@@ -97,7 +97,7 @@ class Own:
 
 @pytest.mark.parametrize("value", [Own(), len, lambda: 0, {"a": [Own]}, os.system])
 def test_what_only_pickle_writes_is_refused(value: Any) -> None:
-    """By the name of its class, with two ways out."""
+    """A value that only pickle writes is refused with the name of its class and two ways out."""
     with pytest.raises(CheckpointError, match=r"only pickle can read.*add_safe_globals\(\["):
         packed(value)
 
@@ -146,7 +146,7 @@ def test_a_state_that_holds_itself_is_refused() -> None:
     ids=lambda text: text[:20].decode(errors="replace"),
 )
 def test_other_texts_are_refused(text: bytes) -> None:
-    """With one kind of error."""
+    """Other texts are refused with one kind of error."""
     with pytest.raises(ValueError, match=r"."):
         unpacked(text)
 

@@ -186,7 +186,7 @@ def test_a_mistake_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """Exit status 1, one line on standard error, no traceback."""
+    """A mistake has exit status 1 and one line on standard error, without a traceback."""
     status = _run(monkeypatch, *(model if word == "MODEL" else word for word in arguments))
     error = capsys.readouterr().err
     assert status == 1
@@ -299,7 +299,7 @@ def test_explain_of_recipes(model: str, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_plan_takes_specs_as_constraints(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Without a global batch."""
+    """`plan` takes specs as constraints without a global batch."""
     arguments = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--seq", "16", "--json")
     assert _run(monkeypatch, "plan", model, *arguments, "--constrain", "up.weight=P(None, 'data')") == 0
     assert json.loads(capsys.readouterr().out)["parameters"]["up.weight"]["spec"] == "P(None, 'data')"

@@ -33,7 +33,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
 
 
 def test_ranks_must_be_positive(tmp_path: Path) -> None:
-    """Zero processes measure nothing."""
+    """Zero processes are refused."""
     with pytest.raises(MeshError, match="--ranks 0 must be at least 1"):
         CliRunner().invoke(
             app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--ranks", "0"], catch_exceptions=False

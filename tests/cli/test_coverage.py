@@ -58,7 +58,7 @@ def _doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_operators_without_a_rule_are_named(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """With the line of the model and the share of the step."""
+    """An operator without a rule is named with its line in the model and its share of the step."""
     _doctor(monkeypatch, f"{model}:build", "--json")
     report = json.loads(capsys.readouterr().out)
     (found,) = [row for row in report["operators"] if row["kind"] == "without rule"]

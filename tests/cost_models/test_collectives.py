@@ -81,7 +81,7 @@ def test_a_larger_ring_never_takes_less_time(time, size, n, link):
 
 @given(size=SIZES, n=st.integers(2, 64), link=LINKS)
 def test_ring_all_reduce_is_reduce_scatter_plus_all_gather(size, n, link):
-    """Without reduction in the switch, on one level."""
+    """A ring all-reduce costs a reduce-scatter and an all-gather, on one level without a reducing switch."""
     links = group(n, 1, dataclasses.replace(link, in_network_efficiency=0.0), link)
     parts = reduce_scatter_time(size, links) + all_gather_time(size, links)
     assert all_reduce_time(size, links) == pytest.approx(parts, rel=1e-12)
@@ -154,7 +154,7 @@ def test_the_switch_reduces_large_tensors_fastest():
 
 
 def test_a_tree_beats_the_ring_for_short_messages_on_many_nodes():
-    """log2(32) hops each way against 31 of each phase."""
+    """A tree takes log2(32) hops each way, and a ring 31 hops in each phase."""
     intra, inter = node_type("h100_sxm").intra, node_type("h100_sxm").inter
     times = all_reduce_algorithms(1024, group(8, 32, intra, inter))
     assert times["tree"] < times["ring"] / 2

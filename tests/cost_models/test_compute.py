@@ -130,20 +130,20 @@ def test_work_with_products_equals_matmul_time():
     ],
 )
 def test_published_products_are_met(group, mean):
-    """All sizes from 256 to 32768, launch and quantisation included: tests/data/matmuls.jsonl."""
+    """Published products of 256 to 32768 are met, with launch and quantisation (tests/data/matmuls.jsonl)."""
     assert mean_error(matmul_errors()[group]) < mean
 
 
 @pytest.mark.parametrize("kernel", ["flash2", "flash3", "cudnn"])
 def test_published_attention_is_met(kernel):
-    """Head dims of 64 and 128, 512 to 16384 tokens, causal and not, forward and backward, on an H100."""
+    """Published attention on an H100 is met for head dims of 64 and 128, 512 to 16384 tokens, causal or not."""
     found = attention_errors()[kernel]
     assert len(found) >= 36
     assert median_error(found) < 0.08
 
 
 def test_attention_through_memory_is_met_where_memory_decides():
-    """Long sequences, not causal: within 15 % of "standard attention"."""
+    """Long non-causal sequences are within 15 % of published "standard attention"."""
     assert median_error(attention_errors()["unfused"]) < 0.15
 
 

@@ -78,7 +78,7 @@ def test_complex_matrices_take_four_times_the_flops():
 
 @given(SIZES, st.integers(0, 64), st.sampled_from(["linalg_inv_ex", "_linalg_eigh", "_linalg_svd", "linalg_qr"]))
 def test_a_larger_matrix_never_takes_less_time(n, more, name):
-    """Monotone in the size, steps included."""
+    """Time is monotone in the size of a matrix, steps included."""
     small, large = (
         work_time(work(f"aten.{name}.default", [matrix(size, size)], [matrix(size, size)]), device("h100_sxm"))
         for size in (n, n + more)

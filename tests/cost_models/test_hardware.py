@@ -83,7 +83,7 @@ def test_an_unknown_axis_raises():
 
 
 def test_axis_links_on_two_levels():
-    """2 x 8 x 4 ranks on nodes of 8: pipeline across nodes, data on both levels, tensor inside."""
+    """2 x 8 x 4 ranks on nodes of 8 have pipeline links across, data links on both levels, tensor links inside."""
     links = axis_links(Cluster("h100_sxm", nodes=8, devices_per_node=8), {"pp": 2, "dp": 8, "tp": 4})
     assert {axis: (g.size, g.per_node, g.nodes) for axis, g in links.items()} == {
         "pp": (2, 1, 2),
@@ -211,7 +211,7 @@ def test_more_devices_than_can_be_listed_are_refused():
 
 
 def test_a_node_is_put_together_from_parts():
-    """The device's usual fabric, a network's own latencies, and a bandwidth of the caller's."""
+    """A node takes the device's usual fabric, its network's own latencies, and the caller's bandwidth."""
     node = assemble_node("a100_sxm_40gb", 8, network="omni_path", network_bytes_per_s_per_device=6.25e9)
     assert node.intra == node_type("a100_sxm_40gb").intra
     assert node.inter is not None

@@ -25,7 +25,7 @@ def test_the_interval_holds_its_share_of_the_past(errors, coverage):
 
 
 def test_the_next_error_is_held_as_often_as_stated():
-    """Drawn from a skewed distribution, 19 past errors and the next: 90 % of 4000 times, within sampling error."""
+    """For drawn skewed errors, 19 past errors bound the next error 90 % of 4000 times, within sampling error."""
     draw = random.Random(0)
     held = 0
     for _ in range(4000):

@@ -23,7 +23,7 @@ def test_workspaces_are_those_of_the_architecture():
 
 
 def test_communicators_hold_a_buffer_of_each_protocol():
-    """4 MiB of Simple, 512 KiB of LL, 4.7 MiB of LL128 for each channel and connection."""
+    """A communicator holds 4 MiB of Simple, 512 KiB of LL and 4.7 MiB of LL128 per channel and connection."""
     assert communicator_bytes(1, channels=1, connections=1) == 4 * MIB + 512 * KIB + 120 * 640 * 8 * 8
     assert communicator_bytes(3) == 3 * communicator_bytes(1)
     assert communicator_bytes(0) == 0

@@ -49,7 +49,7 @@ def test_products_count_two_flops_per_multiply_add(name, inputs, output, flops):
 
 
 def test_ctc_moves_its_table():
-    """Forward and backward variables [2, 8, 7] of a batch of 2, 8 times and targets of 3."""
+    """CTC moves forward and backward variables [2, 8, 7] for a batch of 2, 8 times and targets of 3."""
     lengths, loss, table = indices(2), tensor(2), tensor(2, 8, 7)
     operands = [tensor(8, 2, 5), indices(2, 3), lengths, lengths]
     forward = work("autoshard.ctc_loss.default", operands, [loss, table])
@@ -65,7 +65,7 @@ def convolution_arguments(transposed: bool, groups: int) -> tuple:
 
 
 def test_convolution_is_an_implicit_product():
-    """[2, 8, 5, 5] with 6 kernels of 3 x 3 in 2 groups."""
+    """A convolution of [2, 8, 5, 5] with 6 kernels of 3 x 3 in 2 groups counts as its product."""
     inputs, output = [tensor(2, 8, 7, 7), tensor(6, 4, 3, 3)], tensor(2, 6, 5, 5)
     found = work("aten.convolution.default", inputs, [output], convolution_arguments(False, 2))
     assert found.flops == 2 * prod(output.shape) * 4 * 9
@@ -126,12 +126,12 @@ def test_packed_attention_counts_equally_long_sequences():
 
 @pytest.mark.parametrize("name", [*(f"aten.{view}" for view in VIEWS), "operator.getitem"])
 def test_views_move_nothing(name):
-    """No FLOPs, no bytes, no launch."""
+    """Views have no FLOPs, no bytes and no launch."""
     assert work(name, [tensor(8, 8)], [tensor(8, 8)])[:4] == (0, 0, 0, Kind.VIEW)
 
 
 def test_embedding_reads_rows_not_the_table():
-    """8 rows of 16 from a table of 50000."""
+    """An embedding of 8 rows of 16 reads 8 rows of a table of 50000."""
     found = work("aten.embedding.default", [tensor(50000, 16), indices(8)], [tensor(8, 16)])
     assert found.bytes_read == 8 * 16 * 2 + 8 * 8
     assert found.bytes_written == 8 * 16 * 2
@@ -144,7 +144,7 @@ def test_embedding_backward_writes_the_whole_local_table():
 
 
 def test_factories_read_nothing():
-    """ones_like looks at shapes only."""
+    """A factory such as ones_like reads no bytes."""
     assert work("aten.ones_like.default", [tensor(8, 8)], [tensor(8, 8)]).bytes_read == 0
 
 
@@ -158,7 +158,7 @@ def test_an_operator_without_entry_is_bound_by_its_bytes(shapes, result):
 
 
 def test_a_call_without_tensors_is_free():
-    """Index arithmetic of the lowered program."""
+    """Index arithmetic without tensors is free."""
     assert work("autoshard.ir.local.axis_index", [], []).kind is Kind.VIEW
 
 
@@ -176,7 +176,7 @@ def test_an_unknown_contraction_raises(name):
     "name", ["prims.convert_element_type.default", "aten.linalg_vector_norm.default", "my.gelu.v2"]
 )
 def test_what_moves_bytes_alone_is_priced_by_them(name):
-    """Names that only look like contractions, and unknown pointwise operators."""
+    """Unknown pointwise operators, and names that only look like contractions, are priced by their bytes."""
     assert work(name, [tensor(8, 4)], [tensor(8, 4)])[1:3] == (64, 64)
 
 
@@ -212,13 +212,13 @@ def test_every_operator_with_a_sharding_rule_can_be_priced():
     ],
 )
 def test_einsum_contracts_pair_by_pair(equation, shapes, flops):
-    """From left to right; indices of both operands that the result keeps are a batch."""
+    """An einsum contracts pairs from left to right; common indices that the result keeps form a batch."""
     operands = [tensor(*shape) for shape in shapes]
     assert work("aten.einsum.default", operands, [tensor(1)], (equation, None)).flops == flops
 
 
 def test_an_einsum_with_an_ellipsis_is_refused():
-    """Its dims have no names."""
+    """An einsum with an ellipsis is refused, because its dims have no names."""
     with pytest.raises(UnknownOperatorError, match="ellipsis"):
         work("aten.einsum.default", [tensor(2, 2)], [tensor(2, 2)], ("...i->...", None))
 
@@ -318,7 +318,7 @@ class _Launches(TorchDispatchMode):
     [("uniform", (0, 1)), ("normal", (0, 1)), ("integer", (0, 9)), ("bernoulli", (0.5,))],
 )
 def test_random_numbers_cost_what_their_definition_launches(distribution, parameters):
-    """To within 7 %: each kernel reads and writes the 64 bits of every element."""
+    """Random numbers cost their definition's kernels within 7 %, each of which moves 64 bits per element."""
     with _Launches() as launches:
         random_reference(torch.tensor(3), distribution, parameters, 0, (9,), (0,), (9,), dtype=torch.float32)
     found = work("autoshard.random.default", [indices()], [tensor(1000)])

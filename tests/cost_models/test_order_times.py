@@ -172,7 +172,7 @@ def test_updates_wait_for_all_ranks_where_the_norm_is_that_of_all(clips_norm, en
 
 @given(orders(), st.data())
 def test_slower_parts_never_shorten_the_step(drawn, data):
-    """Monotone in every time of every stage."""
+    """The step is monotone in every time of every stage."""
     shape, owners, times, transfers, clips_norm = drawn
     slower = times.copy()
     slower[data.draw(st.integers(0, len(times) - 1)), data.draw(st.integers(0, 5))] += data.draw(EIGHTHS)
@@ -188,7 +188,7 @@ def bubble(schedule, stage, ranks, micro_batches, virtual=1):
 
 @given(st.sampled_from(["GPipe", "1F1B"]), st.integers(1, 8), st.integers(1, 24), EIGHTHS, EIGHTHS)
 def test_the_bubble_of_one_stage_a_rank(schedule, ranks, micro_batches, forward, backward):
-    """(p - 1) forwards and backwards (Huang et al. 2019; Narayanan et al. 2021)."""
+    """The bubble has (p - 1) forwards and backwards (Huang et al. 2019; Narayanan et al. 2021)."""
     stage = StageTimes(forward, backward, 0.25)
     found = bubble(schedule, stage, ranks, micro_batches)
     assert found == pytest.approx((ranks - 1) * (stage.forward_s + stage.backward_s))
@@ -206,7 +206,7 @@ def test_interleaving_divides_the_bubble(schedule, ranks, rounds, virtual, forwa
 
 @given(st.integers(1, 6), st.integers(2, 4), EIGHTHS)
 def test_zero_bubble_h1(ranks, rounds, extra):
-    """(p - 1)(F + I - W) for one stage a rank (Qi et al. 2023, table 1): a third of 1F1B's where F = I = W."""
+    """The bubble of ZB-H1 is (p - 1)(F + I - W), a third of 1F1B's where F = I = W (Qi et al. 2023, table 1)."""
     found = bubble("InterleavedZeroBubble", StageTimes(1.0 + extra, 1.0, 1.0), ranks, ranks * rounds)
     assert found == pytest.approx((ranks - 1) * (1.0 + extra))
 

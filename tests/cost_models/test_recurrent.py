@@ -20,7 +20,7 @@ def lstm(steps: int, batch: int = 4):
 
 
 def test_each_weight_meets_each_token_once():
-    """An LSTM of width 16 on 8 features: 4 gates."""
+    """An LSTM of width 16 on 8 features has 4 gates, whose weights each meet each token once."""
     assert lstm(10).flops == 2 * 10 * 4 * (64 * 8 + 64 * 16)
 
 
@@ -32,7 +32,7 @@ def test_steps_wait_for_each_other():
 
 
 def test_backward_takes_twice_the_products():
-    """Gradients of inputs and of weights."""
+    """The backward has products for gradients of inputs and of weights."""
     inputs = [tensor(10, 4, 8), tensor(64, 8), tensor(64, 16)]
     forward = work("aten._cudnn_rnn.default", inputs, [tensor(10, 4, 16)])
     assert work("aten._cudnn_rnn_backward.default", inputs, [tensor(10, 4, 8)]).flops == 2 * forward.flops
@@ -45,7 +45,7 @@ def test_a_fused_cell_is_pointwise():
 
 
 def test_fused_attention_blocks():
-    """Projections of 4 E^2 a token and 4 T E a token of attention; the feed-forward's weights too."""
+    """A block has projections of 4 E^2 and attention of 4 T E per token, and the feed-forward's weights."""
     x = tensor(2, 10, 32)
     tokens, attention = 20, 4 * 2 * 10 * 10 * 32
     found = work(

@@ -49,7 +49,7 @@ def test_all_wait_for_the_rank_with_most_work(name: str) -> None:
 
 
 def test_pieces_go_round() -> None:
-    """Keys and values n - 1 times; their gradients, in float32, n times; relaid pieces once."""
+    """Keys and values travel n - 1 times, their float32 gradients n times, and relaid pieces once."""
 
     def sent(name: str, is_paired: bool) -> list[Exchanged]:
         return EXCHANGES[name_of(name)](OPERANDS[name], arguments(name, True, is_paired))

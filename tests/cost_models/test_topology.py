@@ -151,7 +151,7 @@ def test_a_group_on_a_mesh_has_the_links_to_its_members(devices, data):
 
 @given(st.sampled_from([NodeWiring.MESH, NodeWiring.HYBRID_CUBE_MESH, NodeWiring.PAIRS]), st.integers(2, 8), st.data())
 def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
-    """With the maximum flows of networkx: the slowest of the members' all-gather bounds."""
+    """The narrowest cut equals the slowest all-gather bound of the members, by networkx's maximum flows."""
     members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
     graph = networkx.DiGraph()
     graph.add_nodes_from([*members, "source"])
@@ -183,7 +183,7 @@ def test_bridged_pairs_fall_back_to_the_bus():
 
 
 def test_devices_without_any_path_raise():
-    """A cube mesh without a bus cannot join devices 1 and 4."""
+    """A cube mesh without a bus cannot join devices 1 and 4, and raises."""
     kind = node_type("dgx1_v100")
     alone = dataclasses.replace(kind, wiring=dataclasses.replace(kind.wiring, host=None))
     with pytest.raises(UnknownHardwareError, match=r"\[host\.\*\]"):
@@ -191,7 +191,7 @@ def test_devices_without_any_path_raise():
 
 
 def test_graph_of_a_mesh_has_direct_links():
-    """Eight MI300X: 28 links, and the cards of two nodes on a spine."""
+    """Eight MI300X have 28 links, and two nodes' cards meet on a spine."""
     graph = cluster_graph(Cluster("mi300x", nodes=2))
     direct = [edge for edge in graph.edges if edge[0][0] == edge[1][0] == "device"]
     assert len(direct) == 2 * 28

@@ -27,7 +27,7 @@ def test_any_legal_plan_of_a_whole_step_equals_one_device(data: st.DataObject) -
 @given(st.data())
 @settings(max_examples=3)
 def test_any_pipeline_equals_one_device(data: st.DataObject) -> None:
-    """Drawn stages, schedules and micro-batches, on meshes of up to three axes."""
+    """Drawn stages, schedules and micro-batches equal one device, on meshes of up to three axes."""
     any_pipeline(data)
 
 

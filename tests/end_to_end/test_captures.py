@@ -58,5 +58,5 @@ def _train_on_two() -> None:
 
 @pytest.mark.slow
 def test_two_processes_equal_one_device() -> None:
-    """Loss and all gradients of each step."""
+    """Loss and all gradients of each step on two processes equal one device."""
     report(run_checks({"train": _train_on_two}, ranks=2), "train")

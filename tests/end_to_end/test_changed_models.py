@@ -354,5 +354,5 @@ def _outcomes() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_processes(name: str) -> None:
-    """The same on two ranks."""
+    """Two ranks notice the changes."""
     report(_outcomes(), name)

@@ -52,7 +52,7 @@ def test_inference_is_what_its_recipe_says() -> None:
 
 
 def test_a_micro_batch_says_how_many_a_step_has() -> None:
-    """On each replica; of the batch of the example."""
+    """A micro-batch on each replica determines the number of micro-batches of the example's batch."""
     model, inputs = decoder(SHAPE)
     settings = {"optimizer": ADAMW(model.parameters()), "example_inputs": inputs, "time_budget_s": 5.0}
     step = autoshard.compile(model, Mesh({"data": 2}), recipe=Recipe(micro_batch=2), **settings)

@@ -177,7 +177,7 @@ def test_a_damaged_ring_is_not_proven(damage: str, operator: OpOverload) -> None
 
 
 def check_ring() -> None:
-    """Loss, gradients, and parameters after three steps of AdamW."""
+    """Loss, gradients, and parameters after three steps of AdamW equal one device."""
     model, inputs = built("gpt2")
     plan = plan_with(RING, model, inputs, PAIR)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))

@@ -84,7 +84,7 @@ def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
 @pytest.mark.parametrize("memory_bytes", [None, ROOMY])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes: int | None) -> None:
-    """Shared experts, a router of groups, biases and interleaved gates."""
+    """Models with shared experts, a router of groups, biases or interleaved gates exchange their tokens."""
     model, inputs = built(name)
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
@@ -93,7 +93,7 @@ def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["tokens sent to experts", "tokens sent over both axes"])
 def test_rows_that_are_kept_equal_one_device(way: str) -> None:
-    """On four ranks, where memory allows; the first router sends nothing to one expert."""
+    """Four ranks that keep rows equal one device, although the first router sends nothing to one expert."""
     model, inputs = built("mixtral")
     gate: Any = model.get_parameter("model.layers.0.mlp.gate.weight")
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_experts_are_shared_out_where_memory_is_short() -> None:
 
 
 def check_exchange(memory_bytes: int | None) -> None:
-    """Loss, gradients, and parameters after three steps of AdamW."""
+    """Loss, gradients, and parameters after three steps of AdamW equal one device."""
     model, inputs = built("mixtral")
     plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))

@@ -103,7 +103,7 @@ def test_no_seed_norm_or_count_of_steps_is_read(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("layout", ON_TWO)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_waits(name: str, layout: str, sizes: dict[str, int] | None) -> None:
-    """Transformers and a mixture of experts: data-parallel, fully sharded, tensor-parallel, on two and four ranks."""
+    """No data-parallel, sharded or tensor-parallel transformer or mixture waits, on two and four ranks."""
     use = _use(name, sizes or ON_TWO[layout], layout)
     _assert_free(use)
     assert "aten._scaled_dot_product_flash_attention_backward" in use.operators

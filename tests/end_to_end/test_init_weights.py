@@ -109,7 +109,7 @@ def init_without_table(step: Any, seed: int) -> None:
 
 
 def check_llama() -> None:
-    """Under the layouts that experts write, and the planner's own choice."""
+    """A Llama has one device's weights under the experts' layouts and the planner's own choice."""
     model, inputs = llama()
     config = model.config
 

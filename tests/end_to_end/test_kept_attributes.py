@@ -91,7 +91,7 @@ def check_on_processes() -> None:
 
 
 def test_scalars_are_left_on_processes() -> None:
-    """On each rank."""
+    """A call sets scalar attributes on each rank."""
     report(run_checks({"kept": check_on_processes}, ranks=2), "kept")
 
 

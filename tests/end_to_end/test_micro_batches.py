@@ -235,7 +235,7 @@ def test_terms_that_weigh_a_batch_differently_are_refused() -> None:
 
 
 def test_a_report_says_how_the_loss_was_weighed() -> None:
-    """With the line of the count."""
+    """A report on a weighed loss names the line of the count."""
     model = Model(COUNTED["ignored"])
     step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
     step(*inputs())

@@ -67,7 +67,7 @@ def assert_trained_alike(found: tuple[list[Tensor], dict[str, Tensor]], model: n
 @pytest.mark.parametrize("layout", ["data and tensor", "fully sharded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_layouts(name: str, layout: str, backend: str) -> None:
-    """Loss, gradients, and parameters after 3 steps of AdamW, in float32."""
+    """Loss, gradients, and parameters after 3 steps of AdamW equal one device in float32."""
     expected = train(*placed(*MODELS[name]()))
     model, inputs = placed(*MODELS[name]())
     sharded = autoshard.compile(model, SQUARE, constraints=layouts(name)[layout], backend=backend)
@@ -84,7 +84,7 @@ def test_plans_of_free_choice(build: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.words)
 def test_recipes(recipe: Recipe) -> None:
-    """ZeRO, recomputation, offload, context, sequences and stages, planned for GPUs."""
+    """ZeRO, recomputation, offload, context, sequences and stages, planned for GPUs, equal one device."""
     model, inputs = placed(*decoder(replace(LLAMA, layers=2)))
     cluster = autoshard.Cluster("h100_sxm", nodes=1, devices_per_node=recipe.devices)
     asked = {"optimizer": ADAMW(model.parameters()), "precision": None, "global_batch": 8}

@@ -60,7 +60,7 @@ def compiled(memory_budget: int = ROOMY) -> TrainStep:
 
 
 def check_trains_alike(memory_budget: int = ROOMY) -> None:
-    """Two steps beside one device: losses, then parameters."""
+    """Losses and parameters of two steps equal one device."""
     alone = llama()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
     step = compiled(memory_budget)

@@ -124,7 +124,7 @@ def test_stages_of_one_node_hand_on_inside_it() -> None:
 
 
 def test_the_parts_of_a_step_sum_to_it() -> None:
-    """Time of the order's simulation, transfers and bubble among its parts; memory of the fullest rank."""
+    """The parts of a step, transfers and bubble included, sum to its time, and memory is the fullest rank's."""
     predicted = planned({"pipeline": 2}).predicted
     assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_time_s)
     assert sum(predicted.memory_breakdown.values()) == predicted.peak_memory_bytes

@@ -327,5 +327,5 @@ def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", named(CHECKS_OF_FOUR, slow=["four stages", "with model"]))
 def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
-    """Four Gloo processes, alone in a stage or two to a stage."""
+    """Four Gloo processes, alone or in pairs on a stage, equal one device."""
     report(outcomes_of_four, name)

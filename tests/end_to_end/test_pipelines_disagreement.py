@@ -76,7 +76,7 @@ def check_other_labels() -> None:
 
 
 def check_other_inputs_when_it_compiles() -> None:
-    """At the first call."""
+    """Unequal inputs are found at the first call."""
     step = compiled(steps=0)
     x, y = batch()
     assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: step(x * (1 + on_second_rank()), y))
@@ -98,7 +98,7 @@ def state_of(step: Any) -> list[torch.Tensor]:
 
 
 def check_another_learning_rate() -> None:
-    """Changed by hand on one rank."""
+    """A learning rate changed on one rank is found."""
     step = compiled()
     step.optimizer.param_groups[0]["lr"] = 0.2 if on_second_rank() else 0.1
     match = r"hyperparameters: SGD\(.*lr=0.1,.* on ranks \[0(, 2, 3)?\], SGD\(.*lr=0.2,.* on ranks \[1\]"
@@ -106,7 +106,7 @@ def check_another_learning_rate() -> None:
 
 
 def check_another_norm() -> None:
-    """Set on one rank."""
+    """A norm limit set on one rank is found."""
     step = compiled(max_grad_norm=1.0)
     step.max_grad_norm = 0.5 if on_second_rank() else 1.0
     assert_all_raise(RankMismatchError, "Ranks disagree about", lambda: step(*batch()))
@@ -151,7 +151,7 @@ def check_a_late_rank() -> None:
 
 
 def check_a_rank_late_to_compile() -> None:
-    """Before the first step."""
+    """A rank that comes late to the first step is named."""
     step = compiled(steps=0, options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(2.5)

@@ -173,7 +173,7 @@ def test_stages_with_data_and_experts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_with_any_other_axes(case: Case) -> None:
-    """On up to 16 simulated ranks."""
+    """Stages with any other axes equal one device, on up to 16 simulated ranks."""
     check(case)
 
 

@@ -114,7 +114,7 @@ def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -
 @pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("make", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
 def test_a_step_equals_one_device(make: MakeOptimizer, constraints: dict[str, P]) -> None:
-    """Losses, master weights, statistics; the chosen layout, and ZeRO."""
+    """Losses, master weights and statistics equal one device, under the chosen layout and ZeRO."""
     check_step(make, LINE, precision="bf16", constraints=constraints)
 
 
@@ -170,7 +170,7 @@ def test_dropout_is_the_same_on_any_mesh() -> None:
 
 
 def test_evaluation_computes_in_the_same_precision() -> None:
-    """Without gradients, in eval mode: narrow outputs, a float32 loss."""
+    """Evaluation without gradients returns narrow outputs and a float32 loss."""
     model = Net().eval()
     sharded = autoshard.compile(model, PAIR, precision="bf16")
     x, _ = batch(0)

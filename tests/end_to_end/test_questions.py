@@ -192,7 +192,7 @@ SPEC_QUESTIONS = [question for question in ("explain", *NAMES) if question != "h
 def test_planning_confirms_what_plans_of_specs_answer(
     name: str, place: str, mesh: str, question: str, number: int
 ) -> None:
-    """Specs as constraints, roles of axes, and forecasts by pricing their recipes."""
+    """Plans with specs or roles as constraints, and prices of recipes, confirm the answers of a plan of specs."""
     check_specs(name, place, mesh, question, number)
 
 
@@ -201,6 +201,6 @@ def test_planning_confirms_what_plans_of_specs_answer(
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_planning_confirms_what_plans_of_other_peoples_models_answer(name: str, mesh: str) -> None:
-    """On devices slow enough for something to be split."""
+    """Answers hold on devices slow enough that the plan splits values."""
     for question in SPEC_QUESTIONS:
         check_specs(name, "slow devices", mesh, question, 3)

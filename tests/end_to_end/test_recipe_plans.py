@@ -193,7 +193,7 @@ def test_recipes_with_stages_run(recipe: Recipe) -> None:
 
 
 def test_blocks_that_a_model_has_not_are_refused() -> None:
-    """With their number."""
+    """A recipe that names missing blocks is refused with their number."""
     with pytest.raises(RecipeError, match=r"stage_layers=\(1, 2\) shares out 3 blocks, .* passes 2"):
         plan_of(Recipe(pipeline=2, stage_layers=(1, 2), micro_batch=4), cluster_of(2), layers=2)
 
@@ -272,7 +272,7 @@ def test_what_has_no_program_yet_is_refused_by_name(recipe: Recipe, words: str) 
 
 
 def test_a_recipe_that_is_not_of_the_devices_is_refused() -> None:
-    """With the sizes, on a cluster and on a mesh."""
+    """A recipe for other devices is refused with the sizes, on a cluster and on a mesh."""
     with pytest.raises(RecipeError, match=r"data=2 .* does not make 4 devices"):
         plan_of(Recipe(data=2, context=1, tensor=1), cluster_of(4))
     with pytest.raises(RecipeError, match=r"tensor=1, but the mesh .* has 2 ranks along 'model'"):
@@ -297,7 +297,7 @@ def test_a_step_has_the_micro_batches_of_its_plan() -> None:
 
 
 def check_on_gloo(recipe: Recipe) -> None:
-    """With a process per rank."""
+    """A process per rank runs the plan of a recipe as one device."""
     layers = recipe.pipeline or 1
     plan = share_among_processes(lambda: plan_of(recipe, cluster_of(4), layers=layers))
     sizes, names = zip(*((size, name) for name, size in plan.mesh.axes), strict=True)

@@ -128,7 +128,7 @@ def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> N
     ("kind", "options", "is_split"), [(*_KINDS[0], False), (*_KINDS[1], True)], ids=["chosen", "split"]
 )
 def test_packed_sequences_equal_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:
-    """Rows of different lengths, packed in the model."""
+    """Rows of unequal lengths, packed in the model, equal one device."""
     labels, tokens = _batch().values()
     inputs = {"labels": labels, "lengths": torch.tensor([6, 2, 3, 6, 1, 4, 4, 5]), "tokens": tokens}
     plan = _split_plan(_classifier(kind, **options), inputs) if is_split else None

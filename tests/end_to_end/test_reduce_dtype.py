@@ -58,7 +58,7 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_one_device_to_their_rounding(layout: str) -> None:
-    """Data parallel and ZeRO-3, on the simulator."""
+    """Gradients under data parallelism and ZeRO-3 equal one device but for rounding, on the simulator."""
     compare(gradients(narrow(MESH, layout)), gradients(network()))
 
 
@@ -98,7 +98,7 @@ def check_bits_are_the_simulators() -> None:
 
 @pytest.mark.slow
 def test_processes_compute_what_the_simulator_does() -> None:
-    """Bit for bit, on four."""
+    """Four processes compute the simulator's bits."""
     report(run_checks({"bits": check_bits_are_the_simulators}), "bits")
 
 

@@ -55,7 +55,7 @@ CONSTRAINTS = (
 @settings(max_examples=max(1, EXAMPLES // 8))
 @given(target=clusters(), constraints=st.sampled_from(CONSTRAINTS))
 def test_what_is_found_runs(target: Cluster, constraints: dict[str, Any]) -> None:
-    """On all devices, within the constraints; three steps equal one device."""
+    """The found plan uses all devices within the constraints, and three steps equal one device."""
     plan = searched(target, constraints=constraints)
     assert plan.runs
     assert plan.mesh.size == target.size
@@ -97,7 +97,7 @@ def test_experts_that_are_found_run() -> None:
         ),
         (
             {"constraints": {"recompute": "selective"}},
-            r"keep constraints=\{'recompute': .* none has a program that compile runs.* runtime='megatron' prices",
+            r"keep constraints=\{'recompute': .* but compile runs none of these recipes.* runtime='megatron' prices",
         ),
     ],
 )

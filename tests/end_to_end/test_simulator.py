@@ -30,7 +30,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh) -> None:
-    """Under the plan that the planner chooses: loss, gradients, and parameters after 3 steps of AdamW."""
+    """Loss, gradients, and parameters after 3 steps of AdamW equal one device, under the planner's plan."""
     name, expected = reference
     model, inputs = MODELS[name](LAYERS)
     assert_equal(train(autoshard.compile(model, mesh), inputs), expected)
@@ -42,7 +42,7 @@ _ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("data", "tenso
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["data and tensor", "fully sharded", *_ALONE])
 def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layout: str) -> None:
-    """Under constraints that bring about data, tensor and fully sharded parallelism, and mixes."""
+    """Constraints to data, tensor and fully sharded parallelism, and to mixes, equal one device."""
     name, expected = reference
     model, inputs = MODELS[name](LAYERS)
     constraints = layouts(name)[layout]

@@ -127,7 +127,7 @@ def check_images_on_processes() -> None:
 
 
 def check_rows_on_processes() -> None:
-    """Gathers and reductions too."""
+    """Operators on whole rows equal one device by gathers and reductions."""
     _check_on_processes(*_rows(), _last_axes)
 
 

@@ -404,5 +404,5 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CHECKS)
 def test_split_outputs(outcomes: dict[str, str], name: str) -> None:
-    """The checks above, on Gloo."""
+    """The checks pass on Gloo."""
     report(outcomes, name)

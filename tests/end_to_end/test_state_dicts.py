@@ -99,7 +99,7 @@ def check_one_device_goes_on(kind: Callable[..., Any]) -> None:
 
 
 def check_what_one_device_had_is_loaded(kind: Callable[..., Any]) -> None:
-    """States of the plain model and optimizer: by torch's functions, and by plain `load_state_dict`."""
+    """States of the plain model and optimizer load by torch's functions and by plain `load_state_dict`."""
     model = Tied(dropout=0.0)
     optimizer = kind(model.parameters(), lr=1e-2)
     plain_losses(model, optimizer)
@@ -189,7 +189,7 @@ outcomes = checked_once(CHECKS, ranks=2)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """On two ranks; a batch norm's buffers and random numbers are part of the state."""
+    """Two ranks save and load states with a batch norm's buffers and random numbers."""
     report(outcomes, name)
 
 

@@ -93,7 +93,7 @@ def planned(name: str) -> Plan:
 
 @pytest.mark.parametrize("name", TINY)
 def test_what_is_found_trains_as_one_device(name: str) -> None:
-    """Losses of three steps of AdamW."""
+    """Losses of three steps of AdamW equal one device."""
     plan, tiny = planned(name), TINY[name]
     assert plan.runs
     model, inputs = tiny.build()

@@ -135,7 +135,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_in_one_process(name: str) -> None:
-    """On the simulator: as one device."""
+    """The simulator equals one device."""
     CHECKS[name]()
 
 

@@ -27,7 +27,7 @@ def test_quickstart_equals_one_device(tmp_path: Path) -> None:
 
 
 def test_quickstart_is_short() -> None:
-    """Under 30 lines."""
+    """The quickstart has fewer than 30 lines."""
     assert len(Path(_example("quickstart.py")).read_text().splitlines()) < 30
 
 
@@ -96,6 +96,6 @@ def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
 
 
 def test_the_page_on_resuming_is_the_example() -> None:
-    """Word by word, behind the docstring."""
+    """The page on resuming contains the example word by word, behind its docstring."""
     _, code = Path(_example("finetune.py")).read_text().split('"""\n\n', 1)
     assert f"```python\n{code}```" in (ROOT / "docs" / "tutorials" / "stop_and_resume.md").read_text()

@@ -38,7 +38,7 @@ def test_malformed(axes: dict[str, int]) -> None:
 
 
 def test_a_mesh_larger_than_any_cluster() -> None:
-    """Its ranks could not even be listed."""
+    """A mesh larger than any cluster is refused, because its ranks could not be listed."""
     assert Mesh({"data": 2**10, "model": 2**10}).size == 2**20
     with pytest.raises(MeshError, match=r"has 1000000000000 ranks; the largest mesh has 1048576"):
         Mesh({"data": 10**6, "model": 10**6})

@@ -28,7 +28,7 @@ def test_both_ends_of_a_transfer_name_one_message(work: Work, message: Message, 
 
 
 def test_the_ends_of_a_pipeline_tell_nobody() -> None:
-    """Nor do neighbours on one rank."""
+    """The ends of a pipeline, and neighbours on one rank, transfer nothing."""
     order = PipelineOrder((0, 1, 1), 1, ((), ()))
     crossing = [Message(stage, forward, 0) for stage in range(3) for forward in (True, False)]
     assert list(filter(order.crosses_ranks, crossing)) == [Message(0, True, 0), Message(1, False, 0)]

@@ -201,7 +201,7 @@ def test_prices_are_checked(price: float) -> None:
 
 
 def test_empty_matrix() -> None:
-    """No sources, no rows."""
+    """A matrix without sources has no rows."""
     assert reshard_costs([], [P()], (8,), MESH).shape == (0, 1)
 
 

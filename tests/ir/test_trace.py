@@ -31,7 +31,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def check_trace_events(document: Mapping[str, Any]) -> None:
-    """The rules of Google's "Trace Event Format" for the events used here, and no overlap on a thread."""
+    """Check the rules of Google's "Trace Event Format", and that no events of a thread overlap."""
     assert document["displayTimeUnit"] in ("ms", "ns")
     named: dict[str, set[tuple[int, int]]] = {"process_name": set(), "thread_name": set()}
     ends: dict[tuple[int, int], float] = {}
@@ -68,7 +68,7 @@ def test_traces_survive_json(trace: Trace) -> None:
 
 
 def test_a_written_trace_has_times_in_microseconds(tmp_path: Path) -> None:
-    """One thread per stream of a process, named."""
+    """Each stream of a process is a named thread, with times in microseconds."""
     spans = [(0, "compute", "mm", 0.0, 2e-3), (0, "network", "all-reduce", 2e-3, 3e-3), (1, "compute", "mm", 0.0, 1e-3)]
     Trace.of(["rank 0", "rank 1"], spans).write(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())

@@ -185,7 +185,7 @@ class Switched:
 
 
 def test_attributes_of_classes_are_watched() -> None:
-    """Their `vars` cannot be written to."""
+    """Attributes of classes are watched, although their `vars` are read-only."""
     with watching([Attribute("Switched", Switched, "step", int)]) as watch:
         assert Switched.step > 2
     assert type(Switched.step) is int

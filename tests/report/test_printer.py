@@ -27,7 +27,7 @@ TODAY = Prediction(2e-3, 2**30, {"forward compute": 2e-3}, {"parameters": 2**30}
 
 
 def test_what_is_not_known_is_not_printed() -> None:
-    """No interval, no overlap, no tokens."""
+    """An unknown interval, overlap or number of tokens is not printed."""
     text = render_plan(plan_with(TODAY))
     rows = " ".join(text.split())
     assert "step │ 2 ms" in rows
@@ -111,7 +111,7 @@ def test_batch_and_whether_it_runs_are_told() -> None:
     assert " ".join(running_lines(priced)) in " ".join(render_plan(priced).split())
 
 
-def test_a_forecast_says_so() -> None:
+def test_a_predicted_plan_says_so() -> None:
     """A predicted plan prints its interval, its hidden time, and both utilisations."""
     predicted = replace(
         TODAY, overlaps=True, overlapped={"x": 1e-3}, step_time_interval_s=(1.8e-3, 2.2e-3), interval_coverage=0.9

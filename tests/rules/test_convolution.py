@@ -36,7 +36,7 @@ def test_convolution(
     biased: bool,
     pairs: tuple[Sequence[Mesh], Sequence[Mesh]],
 ) -> None:
-    """Any number of groups and of channels in a group."""
+    """Convolutions of any number of groups, and of channels in a group, give the call's results."""
     inner, outer = channels
     x = tensor(4, groups * inner, *[4] * space)
     weight_channels = (groups * inner, outer) if transposed else (groups * outer, inner)

@@ -87,7 +87,7 @@ def test_pointwise_losses(loss: object, reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_binary_cross_entropy(reduction: str) -> None:
-    """With and without weights."""
+    """Binary cross-entropy with and without weights gives the call's results."""
     x = torch.rand(4, 8, dtype=torch.float64, requires_grad=True)
     y, weight = torch.rand(4, 8, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
     check_recorded(lambda: F.binary_cross_entropy(x, y, reduction=reduction))

@@ -22,7 +22,7 @@ _SIZES = st.sampled_from([1, 2, 4, 6])
 @settings(max_examples=15)
 @given(b=_SIZES, m=_SIZES, k=_SIZES, n=_SIZES, pairs=st.tuples(*[MESH_PAIRS] * 4))
 def test_products(b: int, m: int, k: int, n: int, pairs: tuple[Sequence[Mesh], ...]) -> None:
-    """All shapes of products, with and without an addend."""
+    """Products of all shapes, with and without an addend, give the call's results."""
     check_splits(aten.mm.default, tensor(m, k), tensor(k, n), meshes=pairs[0])
     check_splits(aten.bmm.default, tensor(b, m, k), tensor(b, k, n), meshes=pairs[1])
     check_splits(aten.addmm.default, tensor(n), tensor(m, k), tensor(k, n), meshes=pairs[2])

@@ -29,7 +29,7 @@ def _leaf(*shape: int) -> torch.Tensor:
 
 @given(rows=st.lists(st.sampled_from([1, 2, 4]), max_size=2), width=st.sampled_from([2, 4]), affine=st.booleans())
 def test_layer_norm(rows: list[int], width: int, affine: bool) -> None:
-    """Forward and backward, with and without weights."""
+    """Layer norms, forward and backward, with and without weights, give the call's results."""
     weight, bias = (_leaf(width), _leaf(width)) if affine else (None, None)
     tried = check_recorded(lambda: F.layer_norm(_leaf(*rows, width), (width,), weight, bias), meshes=MESHES[:3])
     assert {"aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"} <= tried
@@ -44,7 +44,7 @@ def test_some_gradients_of_a_layer_norm() -> None:
 
 
 def test_rms_norm() -> None:
-    """The fused operator and its backward."""
+    """The fused RMS norm and its backward give the call's results."""
     x, weight = torch.randn(4, 2, 8), torch.randn(8)
     check_splits(aten._fused_rms_norm.default, x, [8], weight, 1e-5)
     _, rstd = aten._fused_rms_norm(x, [8], weight, 1e-5)

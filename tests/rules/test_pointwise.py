@@ -162,7 +162,7 @@ def test_a_dim_of_size_one_stays_whole() -> None:
 )
 @pytest.mark.filterwarnings("ignore:Casting complex")
 def test_what_keeps_no_order(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """A step down at the threshold, infinity times zero, the real part of a product, the least integer and a number."""
+    """A step down, infinity times zero, a real part, and a wrapping integer keep no pending extreme."""
     check_splits(op, *args, **({"dtype": torch.float64} if op is aten._to_copy.default else {}))
 
 

@@ -91,7 +91,7 @@ def test_no_value_lies_outside_of_its_range(numbers: list[float], seed: int) -> 
 @settings(max_examples=6, deadline=None)
 @given(program=programs(max_blocks=2))
 def test_no_value_of_a_drawn_program_lies_outside_of_its_range(program: DrawnProgram) -> None:
-    """Forward and backward."""
+    """No value of a drawn program's forward and backward lies outside of its range."""
     program.model.eval()
     assert watch(program.model, program.inputs, program.inputs) == []
 

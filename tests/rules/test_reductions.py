@@ -19,7 +19,7 @@ _REDUCERS = [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.d
 
 @given(st.data())
 def test_reductions(data: st.DataObject) -> None:
-    """Any dims, kept or not, of any shape."""
+    """Reductions over any dims, kept or not, of any shape give the call's results."""
     shape = data.draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=3))
     dims = data.draw(st.lists(st.sampled_from(range(-len(shape), len(shape))), unique_by=lambda d: d % len(shape)))
     if not dims:

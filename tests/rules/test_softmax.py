@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), mesh=meshes(max_axes=2, max_ranks=6), data=st.data())
 def test_any_dim_is_split(shape: list[int], mesh: Any, data: st.DataObject) -> None:
-    """Forward and backward, of any shape."""
+    """Softmax of any shape splits any dim, forward and backward."""
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     x, grad = tensor(*shape), tensor(*shape)
     for forward, backward in (

@@ -67,7 +67,7 @@ def assert_same_gradients(plain: nn.Module, sharded: nn.Module) -> None:
 
 
 def check_each_purpose_has_its_communicator() -> None:
-    """Along the same ranks, in the same order, made once."""
+    """Each purpose has its own communicator along the same ranks in the same order, made once."""
     groups = ProcessGroups(device_mesh())
     names = ["data", "data/gradients", "data/parameters", "data,model/gradients"]
     found = [groups.name(name) for name in names]
@@ -79,7 +79,7 @@ def check_each_purpose_has_its_communicator() -> None:
 
 
 def check_loss_and_gradients() -> None:
-    """Also uneven: a batch of 5 over 2 and over 4, hidden 6 over 4."""
+    """Loss and gradients equal one device, also for a batch of 5 over 2 and 4 ranks, and hidden 6 over 4."""
     for shape, size in (((2, 2), 4), ((2, 2), 5), ((4, 1), 5), ((1, 4), 4)):
         plain, sharded = pair(shape)
         x = batch(size).requires_grad_()

@@ -89,7 +89,7 @@ def check_calls_of_a_step() -> None:
 
 
 def check_calls_of_a_backward() -> None:
-    """So does a call with its backward, whose gradients are DTensors."""
+    """A call with its backward, whose gradients are DTensors, calls few Python functions for each parameter."""
     found = _calls_per_parameter(_backward)
     assert found <= CALLS_OF_A_CALL, found
 

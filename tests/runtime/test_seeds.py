@@ -32,7 +32,7 @@ def seeds() -> SeedSequence:
 
 @pytest.mark.parametrize("others", [0, 1, 3, 700])
 def test_the_seed_that_is_set_begins_again(seeds: SeedSequence, others: int) -> None:
-    """Also where other numbers are drawn between the seed and the call."""
+    """A seed starts its sequence, whatever is drawn between the seed and the call."""
     torch.manual_seed(3)
     first = draw(seeds, 3)
     torch.rand(2000)
@@ -43,7 +43,7 @@ def test_the_seed_that_is_set_begins_again(seeds: SeedSequence, others: int) -> 
 
 
 def test_a_state_repeats_its_numbers_however_far_it_is(seeds: SeedSequence) -> None:
-    """A million other numbers between the seed and the call, twice."""
+    """A state repeats its numbers after a million draws between the seed and the call."""
     found = []
     for _ in range(2):
         torch.manual_seed(3)

@@ -147,7 +147,7 @@ def check_what_is_trained_outside() -> None:
 
 
 def check_two_meshes() -> None:
-    """Outputs of two models, each on its own mesh object."""
+    """Outputs of two models on separate mesh objects are computed with together."""
     z, _ = logits_and_targets(8)
     student = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,)), [Shard(0)]))
     teacher = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,), mesh_dim_names=("a",)), [Shard(1)]))
@@ -180,5 +180,5 @@ def outcomes() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_as_on_one_device(outcomes: dict[str, str], name: str) -> None:
-    """The computations above, on two Gloo ranks."""
+    """The checks pass on two Gloo ranks."""
     report(outcomes, name)

@@ -29,7 +29,7 @@ def test_every_element_moves_by_one_rounding(dtype: torch.dtype, number: int) ->
 
 
 def test_the_spacing_of_a_narrower_type_moves_further() -> None:
-    """Half of the spacing of bfloat16, in float32."""
+    """Half of the spacing of bfloat16 is allowed for a float32 value."""
     moved = nudge(torch.ones(5), 0, eps=torch.finfo(torch.bfloat16).eps)
     assert moved.sub(1).abs().tolist() == [2.0**-8] * 5
 

@@ -12,7 +12,7 @@ from autoshard.testing import clusters, schedules
 
 @given(clusters(max_nodes=3, max_devices=6))
 def test_clusters_are_as_small_as_asked_for(cluster: autoshard.Cluster) -> None:
-    """And of one node where the node type has no network."""
+    """Drawn clusters keep to the given sizes, and have one node if the node type has no network."""
     assert 1 <= cluster.size <= 6
     assert cluster.nodes <= (3 if cluster.node.inter is not None else 1)
 
@@ -29,7 +29,7 @@ def test_any_cluster_can_be_planned_for(cluster: autoshard.Cluster) -> None:
 
 @given(schedules(max_ranks=3, max_micro_batches=4))
 def test_schedules_are_as_small_as_asked_for(order: PipelineOrder) -> None:
-    """With a stage on every rank."""
+    """Drawn schedules keep to the given sizes, with a stage on every rank."""
     assert set(order.stage_ranks) == set(range(len(order.ranks)))
     assert len(order.ranks) <= 3
     assert order.micro_batches <= 4

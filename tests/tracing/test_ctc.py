@@ -69,7 +69,7 @@ def test_ctc_loss_equals_one_device(form: str, reduction: str) -> None:
 
 
 def test_a_sequence_without_a_batch() -> None:
-    """log_probs [T, C] and a target [S]."""
+    """A sequence log_probs [T, C] with a target [S] needs no batch."""
     x, targets, _, _ = _call(0, (3,))
     model = Recognises(zero_infinity=True)
     _check(model, autoshard.compile(model, MESHES[0]), x[0], targets[0, :3], torch.tensor(9), torch.tensor(3))

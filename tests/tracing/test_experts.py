@@ -50,7 +50,7 @@ def test_experts_are_one_operator(name: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_other_implementations_are_too(implementation: str) -> None:
-    """A loop over experts, and a product for each token."""
+    """A loop over experts, and a product for each token, become the operator too."""
     _, program = traced("mixtral", implementation)
     assert calls(program, kernels.experts) == 2
 

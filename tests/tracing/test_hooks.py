@@ -111,7 +111,7 @@ def test_hooks_that_act_are_traced() -> None:
 @pytest.mark.parametrize("apply", [weight_norm, spectral_norm, parametrizations.weight_norm, prune.random_unstructured])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_hooks_of_torch_are_traced_without_a_word(apply: Callable[..., Any]) -> None:
-    """Norms and pruning, by hooks and by parametrizations."""
+    """Torch's hooks and parametrizations for norms and pruning are traced without a warning."""
     model = Perceptron(4, 4)
     options = {"amount": 0.5} if apply is prune.random_unstructured else {}
     apply(model.up, "weight", **options)

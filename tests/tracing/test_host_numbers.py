@@ -44,7 +44,7 @@ def test_numbers_of_other_generators_are_refused(name: str) -> None:
 
 
 def test_the_line_that_draws_is_named() -> None:
-    """The user's file."""
+    """The error names the line of the user's file that draws."""
     with pytest.raises(TraceError, match=r"numpy\.random in forward \(test_host_numbers\.py:\d+ in"):
         trace(Draws(DRAWS["a layer drop of numpy"]), (torch.randn(8, 4),))
 

@@ -78,7 +78,7 @@ def test_inputs_of_another_type_than_the_parameters_are_refused(dtype: torch.dty
 
 
 def test_products_of_one_type_are_traced() -> None:
-    """Inputs that the model casts, and models in another type."""
+    """Casts in the model, and models in another type, trace to products of one type."""
     trace(Layers(torch.float32), (INTEGERS,))
     trace(Layers().double(), (INTEGERS.double(),))
 

@@ -78,7 +78,7 @@ def test_types_of_results() -> None:
 
 
 def test_a_program_computes_what_the_casts_do_on_one_device() -> None:
-    """Operator by operator: the loss and the gradients."""
+    """Loss and gradients equal one device's casts operator by operator."""
     model, inputs = Block(), block_inputs()
     program = trace(model, inputs, compute_dtype=BF16)
     found = {name: value for (_, name), value in run_program(program, model, inputs).items()}
@@ -93,7 +93,7 @@ def test_a_program_computes_what_the_casts_do_on_one_device() -> None:
 
 
 def test_the_loss_is_not_rounded() -> None:
-    """Cross-entropy of narrow logits: plain, with weights, of probabilities."""
+    """Cross-entropy of narrow logits is not rounded: plain, with weights, or of probabilities."""
     logits = torch.randn(64, 16).to(BF16)
     targets = torch.randint(0, 16, (64,))
     calls: list[Callable[[Tensor], Tensor]] = [

@@ -70,7 +70,7 @@ def _random_operators() -> set[str]:
 
 def test_every_random_operator_is_drawn_or_named() -> None:
     """Random operators of PyTorch without a form are on the page, by name or pattern."""
-    page = (Path(__file__).parents[2] / "docs" / "randomness.md").read_text().partition("## What is refused")[2]
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "randomness.md").read_text().partition("## Refused")[2]
     patterns = [
         re.compile(re.escape(name.rstrip("_")).replace(r"\*", ".*")) for name in re.findall(r"`([\w.*]+)`", page)
     ]
@@ -125,7 +125,7 @@ def test_seeds_are_set_outside_the_model() -> None:
 
 def test_other_random_operators_are_refused() -> None:
     """A random operator without a form is refused, with the page that lists the refused operators."""
-    with pytest.raises(TraceError, match=r"random operator aten\._fused_dropout\.default at .*docs/randomness\.md"):
+    with pytest.raises(TraceError, match=r"operator aten\._fused_dropout\.default at .*reference/randomness\.md"):
         _traced(lambda h: torch.ops.aten._fused_dropout(h, 0.5)[0])
 
 

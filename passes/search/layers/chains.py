@@ -1,4 +1,4 @@
-"""Which calls of a folded program run as one kernel of the usual libraries, and what that kernel reads from memory.
+"""Find the calls of a folded program that run as one kernel of the usual libraries, and the kernel's operands.
 
 A chain of pointwise operators is one kernel, which a softmax or norm may end. Intermediate values are neither written
 nor saved, and the backward makes them again from the chain's operands.
@@ -44,17 +44,17 @@ class Chains:
         self.last = self._chains() if fused else {}
 
     def chain_of(self, call: fx.Node) -> str:
-        """The last call of a call's chain."""
+        """Return the last call of a call's chain."""
         return self.last.get(call.name, call.name)
 
     def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
-        """The calls that read a node's results, or one of them, but for those that make the value again."""
+        """Return the calls that read a node's results, or one result, without calls that recompute the value."""
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Calls of a chain in one layer class, each with the place of an operand that the chain reads.
+        """Return the calls of a chain in one layer class, each with the place of an operand that the chain reads.
 
-        These are all that the chain does not make, those that it makes again too. Each is read once.
+        The operands are values that the chain does not make, and values that it recomputes. Each is read once.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -65,8 +65,9 @@ class Chains:
         return tuple(found.values())
 
     def _cheap_values(self) -> frozenset[str]:
-        """Forward calls whose results the backward makes again: pointwise, of what is saved anyway or never varies,
-        and not read by products."""
+        """Forward calls whose results the backward recomputes: pointwise, of saved or constant values, and not read by
+        products.
+        """
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:
             if node.op == "call_function" and node.meta["phase"] == "forward" and self._is_pointwise(node):
@@ -89,7 +90,7 @@ class Chains:
         return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
-        """Call to the last call of its chain."""
+        """Map each call to the last call of its chain."""
         order = [node for node in self.folded.single.graph.nodes if node.name in self.working]
         last = {node.name: node.name for node in order}
         for node in reversed(order):
@@ -117,13 +118,13 @@ _ALONE = frozenset({
     aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
     aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
 })  # fmt: skip
-"""Memory-bound operators that are in no chain."""
+"""Memory-bound operators outside of chains."""
 
 _ENDS = frozenset({aten._softmax.default, aten._softmax_backward_data.default})
-"""Operators of chains that nothing is fused behind."""
+"""Operators of chains that end a chain."""
 
 
 def _is_memory_bound(node: fx.Node) -> bool:
-    """Whether a call moves bytes and does little else, so that it may be part of a chain."""
+    """Whether a call moves bytes and does little else, so that it may join a chain."""
     name = operator_name(node)
     return isinstance(node.target, torch._ops.OpOverload) and name not in TABLE and node.target not in _ALONE

@@ -48,7 +48,7 @@ _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A tensor: its shape for one sequence, what each further sequence adds, and the dims that axes split.
+    """A tensor: its shape for one sequence, the growth with each further sequence, and the dims that axes split.
 
     `splits`: for each dim, the axes that split it.
     """
@@ -225,13 +225,15 @@ class _LayerCounter:
         )  # fmt: skip
 
     def _operator(self, node: fx.Node) -> str:
-        """The operator as cost models know it: layers whose experts are shared out exchange tokens."""
+        """Return the operator's name in the cost models; layers with shared-out experts exchange tokens."""
         name = operator_name(node)
         is_shared = node.target in LAYERS and "expert" in self.layouts
         return name.replace("experts", "exchanged_experts", 1) if is_shared else name
 
     def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
-        """The tokens of a layer of experts, each as often as it has experts; `width` elements each, or a token's."""
+        """Return the tokens of a layer of experts, each once for each of its experts; `width` elements each, or a
+        token's.
+        """
         is_backward = layer.target is kernels.experts_backward
         x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
         each, splits = index.first[1], (x.splits[0], ())
@@ -255,7 +257,7 @@ class _LayerCounter:
     # Sizes.
 
     def _operand(self, node: fx.Node, index: int) -> Sized:
-        """Operand `index` of a call, split as the call wants it."""
+        """Return operand `index` of a call, split as the call needs it."""
         one = operands_of(node)[index].meta["val"]
         two = operands_of(self.folded.twin[node.name])[index].meta["val"]
         specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}
@@ -291,7 +293,7 @@ class _LayerCounter:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
-        """The workspaces of a layer class; views of one value count as that value, whole."""
+        """Return the workspaces of a layer class; views of one value count as that value, whole."""
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
             for chain in self._chains_in(layer, phase):
@@ -305,7 +307,7 @@ class _LayerCounter:
         return tuple(found)
 
     def _inside(self, layer: fx.Node) -> Sized:
-        """The memory that a layer of experts takes while it runs, as a width of its rows."""
+        """Return the memory of a running layer of experts, as a width of its rows."""
         arguments = tuple(fx.map_arg(layer.args, lambda argument: None))
         infos = [item.meta["val"] for item in operands_of(layer)]
         inputs = tuple(TensorInfo(tuple(item.shape), item.itemsize, dtype_name(item.dtype)) for item in infos)
@@ -314,11 +316,11 @@ class _LayerCounter:
         return replace(rows, first=(rows.first[0], math.ceil(whole / (math.prod(rows.first) * rows.itemsize))))
 
     def _sums_gradients(self, chain: list[fx.Node]) -> bool:
-        """Whether a chain adds up a parameter's gradient, which is done where the gradient lies."""
+        """Whether a chain adds up a parameter's gradient in place."""
         return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
 
     def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
-        """Whether a value is made in a phase and not kept behind it; what is made again lies nowhere."""
+        """Whether a value is made in a phase and freed with it; a recomputed value takes no memory."""
         if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
             return False
         return phase == "backward" or not self._late_readers(node, index)
@@ -352,7 +354,9 @@ class _LayerCounter:
         return sent + self._exchanged(layer, phase)
 
     def _exchanged(self, layer: str, phase: str) -> list[Sent]:
-        """Rows that layers of experts exchange: there and back; in the backward rows, gradients, and theirs back."""
+        """Return the rows that layers of experts exchange, there and back. In the backward, rows and gradients go
+        there, and rows' gradients back.
+        """
         if "expert" not in self.layouts:
             return []
         layers = [node for node in self.calls.get((layer, phase), ()) if node.target in LAYERS]
@@ -360,7 +364,7 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """The value that owns a view's memory, split as the owner is; the view where it is but a part."""
+        """Return the value that owns a view's memory, split as the owner; a view of a part stays itself."""
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
         value = tensor_values(node)[present[key[1]]]
@@ -381,7 +385,7 @@ def _works(node: fx.Node, varying: frozenset[str]) -> bool:
 
 
 def _is_bias(node: fx.Node) -> bool:
-    """Whether a call adds a vector to a product that nobody else reads."""
+    """Whether a call adds a vector to a product without other readers."""
     if node.target is not aten.add.Tensor or len(operands_of(node)) != 2:
         return False
     product, bias = operands_of(node)

@@ -1,4 +1,4 @@
-"""Fold a traced model: one block of each kind, and what comes before and after the blocks, with sizes linear in batch.
+"""Fold a traced model to one block of each kind and the layers before and after, with sizes linear in the batch.
 
 The model, cut short, is traced twice, with two and with three sequences. Both traces must be the same program but for
 sizes, and the program of one sequence follows from them. Then every dim is `first + step * (batch - 1)`, and one folded
@@ -51,9 +51,10 @@ class FoldedProgram:
     lists: tuple[BlockList, ...] = ()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """The qualified names, in the whole model, of the parameters that a parameter of the short one stands for.
+        """Return the qualified names, in the whole model, of the parameters that a parameter of the short model stands
+        for.
 
-        None for a parameter of a block that another block stands for.
+        Empty for a parameter of a block that another block stands for.
         """
         for item in self.lists:
             prefix, _, rest = name.removeprefix(f"{item.path}.").partition(".")
@@ -70,7 +71,7 @@ class FoldedProgram:
 
 
 def fold_program(double: Program, triple: Program, lists: Sequence[BlockList]) -> FoldedProgram:
-    """The folded form of a model's traces with two and with three sequences.
+    """Return the folded form of a model's traces with two and with three sequences.
 
     Raises:
         TraceError: the two traces differ in more than sizes.
@@ -85,10 +86,10 @@ def fold_program(double: Program, triple: Program, lists: Sequence[BlockList]) -
 
 
 def program_of_one(double: Program, triple: Program) -> Program:
-    """The program of one sequence which those of two and of three continue.
+    """Return the program of one sequence, extrapolated from two and three sequences.
 
     Raises:
-        TraceError: these run different operators, or a size is none for one sequence.
+        TraceError: the traces run different operators, or a size is impossible for one sequence.
     """
     single = copy_program(double)
     for node, three in zip_longest(single.graph.nodes, triple.graph.nodes):
@@ -118,12 +119,12 @@ def _named(node: fx.Node | None) -> str:
 
 
 def _size_before(two: Any, three: Any) -> Any:
-    """An argument of a call for one sequence: a size, or what does not depend on sequences."""
+    """Return an argument of a call for one sequence: a size, or a constant."""
     return 2 * two - three if type(two) is int and type(three) is int else two
 
 
 def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
-    """A value for one sequence."""
+    """Return a value for one sequence."""
     if not isinstance(two, torch.Tensor):
         return _size_before(two, three)
     shape = [2 * first - second for first, second in zip(two.shape, three.shape, strict=False)]
@@ -139,7 +140,7 @@ def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
 
 
 def is_layout(node: fx.Node) -> bool:
-    """Whether a call only changes how a value lies in memory: a view, or a copy."""
+    """Whether a call only changes a value's layout in memory: a view, or a copy."""
     return is_view(node) or node.target in _COPIES or getattr(node.target, "__name__", "") == "getitem"
 
 
@@ -163,14 +164,14 @@ def _places(lists: Sequence[BlockList]) -> dict[str, str]:
 
 
 def _block_of(path: str, places: Mapping[str, str]) -> str | None:
-    """The block's path that a module's or parameter's path lies in, or None."""
+    """Return the path of the block of a module's or parameter's path, or None."""
     parts = path.split(".")
     prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((prefix for prefix in prefixes if prefix in places), None)
 
 
 def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
-    """The layer class of every call: by its module, else by where its operands come from."""
+    """Return the layer class of every call, by its module or else by its operands' classes."""
     blocks: dict[str, str | None] = {}
     order = [node for node in program.graph.nodes if node.op == "call_function"]
     for node in order:
@@ -190,7 +191,7 @@ def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
 
 
 def _inherited(node: fx.Node, blocks: Mapping[str, str | None]) -> str | None:
-    """Sums of gradients belong to the block of their latest operand."""
+    """Return the block of a sum of gradients: the block of its latest operand."""
     if node.meta["phase"] == "forward" or "add" not in str(node.target):
         return None
     known = [blocks[item.name] for item in node.all_input_nodes if blocks.get(item.name) is not None]
@@ -210,7 +211,7 @@ def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: s
 
 
 def _parameters(program: Program, places: Mapping[str, str], layer_of: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """A block's parameters are its own; others belong to the layer class of their first reader."""
+    """Group parameters by layer class: a block's own parameters; others go to their first reader's class."""
     found: dict[str, list[str]] = {}
     nodes = program.nodes_by_name()
     for slot in program.inputs_of(InputKind.PARAMETER):

@@ -244,7 +244,7 @@ Key = tuple[object, str]
 
 @dataclass
 class LayerPricer:
-    """Prices the layer classes of a model, and remembers the prices.
+    """Price the layer classes of a model, and remember the prices.
 
     A product in 8 bits saves its operands in 8 bits (Transformer Engine, module/linear.py: `saved_inputmat`).
     """
@@ -255,7 +255,7 @@ class LayerPricer:
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
-        """The price of a layer class, which `key` names, for `batch` sequences on axes of these sizes."""
+        """Return the price of the layer class `key`, for `batch` sequences on axes of these sizes."""
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
         parts = self._parts[key]
@@ -293,7 +293,7 @@ class LayerPricer:
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
-        """The groups of a phase. Kinds of recipes share a group with the same kernels."""
+        """Return the groups of a phase; kinds of recipes with the same kernels share groups."""
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
         products = [self.products.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
@@ -307,7 +307,7 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """A collective of a layer class; `entering` is the bytes that enter the layer."""
+    """Return a collective of a layer class that `entering` bytes enter."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -338,7 +338,7 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """A value without its split by experts: an exchange of rows between ranks does not change their number."""
+    """Return a value without its split by experts: an exchange of rows between ranks does not change their number."""
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 

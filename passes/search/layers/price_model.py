@@ -1,7 +1,7 @@
-"""A model made ready to be priced under any recipe: traced and folded once, its layouts and layer classes kept.
+"""A model ready to be priced under any recipe: traced and folded once, with its layouts and layer classes.
 
-Layouts and layer classes depend on the recipe's kind only: its axes, sequence parallelism, fusion. They are found at
-the first recipe of that kind. Arithmetic is left for each recipe.
+Layouts and layer classes depend only on the recipe's kind: its axes, sequence parallelism and fusion. They are computed
+at the first recipe of the kind. Other recipes of the kind take arithmetic only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes.strategies.enumerate_strategies import SearchSpace
 
 
 class RecipeKind(NamedTuple):
-    """The fields of a recipe that decide how values are split: whether it has each axis, and flags."""
+    """The fields of a recipe that decide how values are split: flags, and whether each axis exists."""
 
     tensor: bool
     sequence_parallel: bool
@@ -49,13 +49,13 @@ class RecipeKind(NamedTuple):
 
 @dataclass
 class CountedModel:
-    """A model as prices need it: its blocks, and the layer classes of each kind of recipe.
+    """A model's data for prices: its blocks, and the layer classes of each kind of recipe.
 
     Args:
         blocks: the layer class of every block, in order.
         tokens: elements of the first integer input of one sequence; 0 without such an input.
-        count: the layer classes under the layouts of a kind of recipe.
-        has_experts: whether there are experts to share out.
+        count: returns the layer classes under the layouts of a kind of recipe.
+        has_experts: whether the model has experts to share out.
     """
 
     blocks: tuple[str, ...]
@@ -69,13 +69,15 @@ class CountedModel:
     _cores: dict[RecipeKind, bool] = field(default_factory=dict, init=False, repr=False)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """The dims that a kind of recipe splits in blocks (in everything, where there are none), with their axes."""
+        """Return the dims that a kind of recipe splits in blocks, with their axes; without blocks, in all layer
+        classes.
+        """
         if kind not in self._splits:
             self._splits[kind] = frozenset().union(*(each.splits for each in self._blocks_of(kind)))
         return self._splits[kind]
 
     def has_core(self, kind: RecipeKind) -> bool:
-        """Whether selective recomputation computes anything again; fused attention has no such core."""
+        """Whether selective recomputation recomputes any value; fused attention has no such core."""
         if kind not in self._cores:
             parts = (part for each in self._blocks_of(kind) for part in (*each.forward.kernels, *each.saved))
             self._cores[kind] = bool(self.blocks) and any(part.is_core for part in parts)
@@ -88,7 +90,9 @@ class CountedModel:
     def layer_prices(
         self, recipe: Execution, cluster: Cluster, batch: int | None = None, sizes: Mapping[str, int] | None = None
     ) -> Mapping[str, LayerPrice]:
-        """The price of each layer class under a recipe, or for another micro-batch and other sizes of its axes."""
+        """Return the price of each layer class under a recipe, or for another micro-batch and other sizes of its
+        axes.
+        """
         runtime, kind, batch = recipe.runtime, RecipeKind.of(recipe), batch or recipe.micro_batch
         sizes = sizes or {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
         key = (cluster.device, runtime.attention, recipe.precision, runtime.separate_experts)
@@ -101,7 +105,7 @@ class CountedModel:
 
 @dataclass
 class PricedModel:
-    """A folded program with what was found out about it so far."""
+    """A folded program with its data for prices, computed when first read."""
 
     folded: FoldedProgram
     _tensor: dict[tuple[bool, bool], AxisLayout] = field(default_factory=dict)
@@ -109,7 +113,7 @@ class PricedModel:
 
     @cached_property
     def counted(self) -> CountedModel:
-        """The model as prices need it."""
+        """The model's data for prices."""
         return CountedModel(self.folded.blocks, self.tokens, self.layers, bool(self._experts))
 
     @cached_property
@@ -137,7 +141,7 @@ class PricedModel:
         return self._layers[kind]
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
-        """How each axis of a kind of recipe splits the program.
+        """Return the split of the program by each axis of a kind of recipe.
 
         Raises:
             RecipeError: the recipe shares out experts, and the model has none.
@@ -181,9 +185,10 @@ class PricedModel:
 
     @cached_property
     def _experts(self) -> tuple[str, ...]:
-        """Parameters with a matrix for each expert: of layers that are one operator, or else stacks.
+        """Parameters with a matrix for each expert: parameters of layers of experts, or else stacks of matrices.
 
-        Stacks have three dims and are read by batched or grouped products, or are as many as such stacks (biases).
+        Stacks have three dims, and batched or grouped products read them. Biases count if their number equals that of
+        stacks.
         """
         if layers := matrices_of_layers(self.folded):
             return tuple(dict.fromkeys(source_of(node)[0].name for node in layers))

@@ -36,7 +36,7 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSp
 
 AXIS = "axis"
 MESH = Mesh({AXIS: 2})
-"""The axis is propagated with two ranks; what is split does not depend on how many there are."""
+"""The axis is propagated with two ranks; the split dims do not depend on the number of ranks."""
 
 WHOLE = PartitionSpec()
 
@@ -125,7 +125,7 @@ def _exchanges(target: object, inputs: Sequence[PartitionSpec]) -> bool:
 
 
 def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
-    """The layout that a policy leads to."""
+    """Return the layout of a policy."""
     whole: set[str] = set()
     while True:
         attempt = _Propagation(space, policy, frozenset(whole))
@@ -184,7 +184,7 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """A placeholder: a parameter is free unless the policy fixes it, an input as the policy says."""
+        """Place a placeholder: a parameter is free unless the policy fixes it, an input has the policy's spec."""
         key = (name, 0)
         self.base[key] = key
         if name in self.parameters:
@@ -217,14 +217,14 @@ class _Propagation:
             self.origins[site.name, index] = origin if spec.dims else frozenset()
 
     def _stay_free(self, site: Site, read: _Key) -> None:
-        """A view of a free parameter is free: who reads it first decides for both."""
+        """Keep a view of a free parameter free; the view's first reader decides for both."""
         key = (site.name, 0)
         self.state[key], self.origins[key] = None, self.origins[read]
         self.operands[site.name], self.results[site.name] = (WHOLE,), (WHOLE,)
         self.viewed[key] = read
 
     def _settle(self, key: _Key, spec: PartitionSpec) -> None:
-        """Fix the spec of a free value, and of the parameter that it is a view of."""
+        """Fix the spec of a free value, and of the parameter that it views."""
         self.state[key] = spec
         self.results[key[0]] = (spec,)
         parent = self.viewed.get(key)
@@ -236,7 +236,7 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """The spec of a view's operand that gives its result `spec`, or None."""
+        """Return the spec of a view's operand that gives its result `spec`, or None."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _can_settle(self, key: _Key, spec: PartitionSpec) -> bool:
@@ -248,7 +248,7 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """The spec of a value now: what it was made with, unless the memory that it shares was reduced since."""
+        """Return the present spec of a value: its first spec, unless its shared memory was reduced since."""
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -258,7 +258,9 @@ class _Propagation:
         return WHOLE if dim is None else _split_at(dim)
 
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
-        """Split weights first (vectors follow what they meet); then bytes moved; then splits out of nothing."""
+        """Return the cost: first split weights (vectors follow their operands); then bytes moved; then splits of whole
+        values.
+        """
         moved, cuts, free = 0.0, 0, 0
         for key, need in zip(read, strategy.inputs, strict=True):
             have = self._have(key)
@@ -281,7 +283,7 @@ class _Propagation:
         return (-free, self._is_astray(site, strategy), self._carries_on(site, strategy), moved, cuts, is_split)
 
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
-        """Only what reads something split is split, and nothing is partial: experts keep to themselves.
+        """Split only calls that read a split operand, and leave no value partial, because experts keep to themselves.
 
         A gradient is made where its parameter lies.
         """
@@ -292,7 +294,7 @@ class _Propagation:
         return (self._is_astray(site, strategy), moved, sum(bool(spec.dims) for spec in specs))
 
     def _is_astray(self, site: Site, strategy: Strategy) -> bool:
-        """Whether a parameter's gradient would not lie as the parameter does (but for a reduction)."""
+        """Whether a parameter's gradient would have another spec than the parameter, apart from a reduction."""
         owners = (self.gradients.get((site.name, index)) for index in range(len(strategy.outputs)))
         wanted = (None if owner is None else self.state[owner, 0] for owner in owners)
         return any(
@@ -300,18 +302,18 @@ class _Propagation:
         )
 
     def _carries_on(self, site: Site, strategy: Strategy) -> bool:
-        """Whether activations stay partial through more than views and sums: they are reduced where they are made."""
+        """Whether activations stay partial beyond views and sums; they have to be reduced where they are made."""
         if site.is_alias or (site.name, 0) in self.gradients:
             return False
         partial = [need.is_partial for need in strategy.inputs]
         return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
-        """A table is split only where inputs are looked up in it, not positions."""
+        """Whether a table may be split: inputs are looked up in it, not positions."""
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        """Bytes that bringing a value into a spec moves; infinite where the policy forbids it."""
+        """Bytes of moving a value into a spec; infinite if the policy forbids the move."""
         if self._is_there(key, have, need, site):
             return 0.0
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
@@ -340,7 +342,7 @@ class _Propagation:
         return float(math.prod(value.shape) * value.itemsize)
 
     def _bring(self, site: Site, key: _Key, need: PartitionSpec) -> None:
-        """Bring an operand into the spec that is needed."""
+        """Bring an operand into the needed spec."""
         have = self._have(key)
         if have is None:
             self._settle(key, need)
@@ -376,7 +378,7 @@ def _split_at(dim: int) -> PartitionSpec:
 
 
 def _gradient_owners(space: SearchSpace, parameters: frozenset[str]) -> dict[_Key, str]:
-    """Values that are a parameter's gradient, or an addend or a view of it, and whose."""
+    """Map gradients of parameters, with their addends and views, to the parameters."""
     owners = {
         (link.tail, link.result): link.head for link in space.links if link.operand < 0 and link.head in parameters
     }

@@ -81,7 +81,7 @@ def _shared(node: fx.Node, axis: str) -> Strategy:
 
 
 def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:
-    """Calls that make an order, or that read or make tokens in it."""
+    """Return the calls that make an order, or that read or make tokens in an order."""
     forth: set[fx.Node] = set()
     back: set[fx.Node] = set()
     found = []
@@ -117,12 +117,12 @@ def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strateg
 
 
 def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
-    """For each of a node's tensors, the spec that splits its dim that grows with the number of sequences."""
+    """Return, for each of a node's tensors, the spec that splits the dim that grows with the number of sequences."""
     values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
     return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
 
 
 def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
-    """The spec that splits the first dim in which two shapes differ."""
+    """Return the spec that splits the first dim in which two shapes differ."""
     grows = [before != after for before, after in zip(one, two, strict=True)]
     return PartitionSpec(*(None,) * grows.index(True), axis) if any(grows) else PartitionSpec()

@@ -13,12 +13,14 @@ aten = torch.ops.aten
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a call makes nothing: a view, a selection, or a copy of layout that kernels can do without."""
+    """Whether a call makes no value: a view, a selection, or a layout copy that kernels do without."""
     return node.op == "call_function" and is_layout(node) and not _is_copy(node)
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a copy of layout that is made: none of its neighbours, views undone, reads strided tensors."""
+    """Whether a call is a layout copy that is really made, because no neighbour, apart from views, reads strided
+    tensors.
+    """
     if node.target is not aten.clone.default:
         return False
     around: list[fx.Node] = list(node.all_input_nodes)
@@ -33,7 +35,7 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that made a value, views undone, and the index of the value among its results."""
+    """Return the node that made a value, through views, and the index of the value among its results."""
     while is_free(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if getattr(node.target, "__name__", "") == "getitem" and not is_layout(parent):
@@ -45,7 +47,7 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def readers_of(node: fx.Node, index: int | None = None) -> list[fx.Node]:
-    """Calls that read a node's results, or one of them, through views."""
+    """Return the calls that read a node's results, or one result, through views."""
     found: dict[fx.Node, None] = {}
     waiting = [user for user in node.users if index is None or not _is_other(user, node, index)]
     while waiting:

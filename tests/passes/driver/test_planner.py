@@ -103,7 +103,7 @@ def test_a_plan_that_is_given_is_kept() -> None:
 def test_a_mesh_under_another_name_is_searched_once(
     nodes: int, constraints: dict[str, PartitionSpec], searched: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless constraints name axes."""
+    """Two meshes of equal shape are searched once unless constraints name their axes."""
     meshes, plan_on = [], planner_module.plan_program
 
     def counted(program: Program, mesh: Mesh, *others: Any) -> Plan:

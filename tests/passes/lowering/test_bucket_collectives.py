@@ -227,7 +227,7 @@ def test_wrong_buckets_are_refused(mistake: Callable[[fx.Graph], None]) -> None:
 
 
 def test_a_part_that_no_bucket_has_is_refused() -> None:
-    """Beyond the last."""
+    """A part beyond the last member of a bucket is refused."""
     made = bucketed()
     graph_module = copy_of(made.backward)
     part = next(node for node in graph_module.graph.nodes if node.args and node.args[0] in splits(graph_module.graph))

@@ -64,7 +64,7 @@ def test_chunks_of_a_loss_count() -> None:
 
 
 def test_a_llama_block_takes_half_the_launches() -> None:
-    """Forward and backward: at most half the launches and at most 70 % of the bytes."""
+    """A Llama block's forward and backward take at most half the launches and 70 % of the bytes."""
     before, after = count_both(llama_block(hidden=512, length=256))
     assert after.launches <= 0.5 * before.launches
     assert after.memory_bytes <= 0.7 * before.memory_bytes

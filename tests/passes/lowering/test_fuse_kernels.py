@@ -108,7 +108,7 @@ def test_norms_become_kernels_and_results_stay() -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "none", "tanh"])
 def test_gated_units_become_one_kernel(activation: str) -> None:
-    """SwiGLU and both GeGLUs, forward and backward, with an RMS norm and its residual."""
+    """SwiGLU and both GeGLUs become one kernel, forward and backward, beside an RMS norm and its residual."""
     torch.manual_seed(0)
     lowered = _lower(Gated(activation))
     fused = FuseKernels()(lowered)

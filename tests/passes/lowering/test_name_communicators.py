@@ -73,7 +73,7 @@ def test_gradients_of_data_parallelism_have_their_own() -> None:
 
 
 def test_gathers_of_parameters_have_their_own() -> None:
-    """Under ZeRO-3, in the forward and in the backward."""
+    """Gathers of parameters have their own communicator under ZeRO-3, in the forward and in the backward."""
     found = phased("ZeRO-3")
     assert "all_gather_into_tensor parameters" in kinds_of(found.forward)
     assert "reduce_scatter_tensor gradients" in kinds_of(found.backward)
@@ -81,14 +81,14 @@ def test_gathers_of_parameters_have_their_own() -> None:
 
 
 def test_an_update_gathers_parameters() -> None:
-    """Under ZeRO-1."""
+    """The update gathers parameters under ZeRO-1."""
     found = phased("ZeRO-1")
     assert kinds_of(found.update) <= {"all_gather_into_tensor parameters", "reduce_scatter_tensor gradients"}
     assert "all_gather_into_tensor parameters" in kinds_of(found.update)
 
 
 def test_values_keep_the_axis_own() -> None:
-    """Activations of tensor parallelism have their own purpose, but gradients reduced over two axes do not."""
+    """Activations of tensor parallelism have their own communicator; gradients, also over two axes, have another."""
     found = phased("tensor")
     assert "values" in purposes_of(found.forward)
     assert kinds_of(found.backward) == {"reduce_scatter_tensor gradients", "all_reduce gradients"}

@@ -81,7 +81,7 @@ def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
 
 
 def test_overlap_is_that_of_the_links() -> None:
-    """None on one machine; a little slower beside a network, less than beside a GPU's collectives."""
+    """Links of one machine overlap nothing, and a network slows computation less than a GPU's collectives."""
     behind_network, of_gpus = overlap_of(HOSTS), overlap_of(Cluster("h100_sxm"))
     assert overlap_of(ONE_MACHINE) is None
     assert behind_network is not None

@@ -66,7 +66,7 @@ def test_a_step_is_cut_in_three(layout: str) -> None:
 
 
 def test_carried_values_in_another_order_are_refused() -> None:
-    """Two gradients exchanged on their way."""
+    """Two gradients exchanged between phases are refused."""
     module = copy_of(phased().backward)
     output = module.graph.output_node()
     results = list(output.args[0])
@@ -108,7 +108,7 @@ def test_what_is_updated_lies_like_what_it_updates() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_mutations_of_a_step_that_change_numbers_are_refused(mutation: Mutation) -> None:
-    """Collectives, offsets, scales, operands, of forward, backward and update."""
+    """Mutations of collectives, offsets, scales and operands in any phase are refused if they change numbers."""
     made = 0
     for layout in LAYOUTS:
         lowered = phased(layout).lowered

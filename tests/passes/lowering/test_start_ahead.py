@@ -63,7 +63,7 @@ def test_the_first_starts_at_the_head() -> None:
 @pytest.mark.parametrize(("family", "layout"), [("llama", "ZeRO-3"), ("gpt", "two axes"), ("lstm", "ZeRO-1")])
 @pytest.mark.parametrize("bucket", [None, SMALL, BucketCollectives()])
 def test_bits_stay(family: str, layout: str, bucket: BucketCollectives | None) -> None:
-    """With buckets of any size and without, over two axes, of two micro-batches."""
+    """Buckets of any size, over two axes and two micro-batches, keep the bits."""
     made = ahead(family, layout, 1, bucket)
     verify_phases(made)
     assert differ(family, layout, made) == []

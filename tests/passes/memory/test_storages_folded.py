@@ -123,7 +123,7 @@ def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, clust
 def test_the_memory_of_left_out_blocks_is_that_of_the_whole_model(
     kind: str, mesh: Mesh, micro_batches: int, share: float, constraints: dict[str, PartitionSpec], hardware: str
 ) -> None:
-    """Kept, recomputed or offloaded: at most 1 % apart, each part too."""
+    """Kept, recomputed or offloaded, each part of the memory is within 1 % of the whole model's."""
     options = PlanOptions(
         memory_budget=2.0**40, constraints=constraints, micro_batches=micro_batches, with_baselines=False
     )

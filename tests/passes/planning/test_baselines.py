@@ -100,7 +100,7 @@ def test_recipes_take_the_step_that_they_have_on_the_best_mesh() -> None:
 
 
 def test_a_program_without_state_has_no_zero_1() -> None:
-    """Forward and backward alone."""
+    """A program of forward and backward alone has no ZeRO-1."""
     rows = torch.empty(8, 16, device="meta")
     planning = planning_problem(trace(Perceptron(), (rows, rows)), MESH, h100s(MESH), PlanOptions())
     assert list(solve_baselines(planning, Search(), {})) == ["data parallel", "fully sharded data parallel"]

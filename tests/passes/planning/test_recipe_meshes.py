@@ -69,7 +69,7 @@ def test_the_axes_of_a_mesh_say_what_a_recipe_leaves_out(recipe: Recipe, axes: d
     ],
 )
 def test_a_recipe_that_contradicts_a_mesh_is_refused(recipe: Recipe, axes: dict[str, int], words: str) -> None:
-    """With the field and the axis."""
+    """A recipe that contradicts a mesh is refused with the field and the axis."""
     with pytest.raises(RecipeError, match=words):
         check_mesh(recipe, Mesh(axes))
 

@@ -81,7 +81,7 @@ def test_the_objective_is_of_the_whole_step(micro_batches: int) -> None:
 
 
 def test_calls_count_as_often_as_they_run() -> None:
-    """Eight forwards and backwards, and one update."""
+    """Eight micro-batches count eight forwards and backwards, and one update."""
     once, often = ({(row.operator, row.source): row.calls for row in plan_of(count).operators} for count in (1, PARTS))
     repeats = {key[0]: often[key] / once[key] for key in once if key in often}
     assert repeats["aten.mm.default"] == PARTS

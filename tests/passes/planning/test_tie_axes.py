@@ -112,7 +112,7 @@ def test_known_recipes_are_priced_on_tied_axes() -> None:
 
 
 def test_four_axes_train_as_one_device(caplog: pytest.LogCaptureFixture) -> None:
-    """Under the plan of a problem with tied axes: loss and gradients."""
+    """Loss and gradients under the plan of a problem with tied axes equal one device."""
     torch.manual_seed(0)
     model, rows = Perceptron(), torch.randn(32, 16)
     plain = copy.deepcopy(model)

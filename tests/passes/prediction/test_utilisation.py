@@ -20,7 +20,7 @@ def test_ranks_run_at_least_their_share_of_the_model(seed: int) -> None:
 
 
 def test_depth_multiplies_the_flops() -> None:
-    """Twice the layers, twice the products."""
+    """Twice the layers have twice the products."""
     mesh = Mesh({"x": 2})
     three, six = (problem_of(blocks_program(count=count), mesh) for count in (3, 6))
     whole = [utilisation(planning, [0] * len(planning.members)) for planning in (three, six)]
@@ -28,6 +28,6 @@ def test_depth_multiplies_the_flops() -> None:
 
 
 def test_nothing_counted_is_no_utilisation() -> None:
-    """None, not zero."""
+    """A program without counted products has the utilisation None, not zero."""
     assert Utilisation(0.0, 0.0).shares(1.0) == (None, None)
     assert Utilisation(1.0, 2.0).shares(4.0) == (0.25, 0.5)

@@ -20,14 +20,14 @@ fan_out_3: f32[4, 32] = fan_out(fan_out_2)
 fan_out_6: f32[4, 32] = fan_out(threshold_backward)"""
 
 
-def test_values_with_several_users_get_hubs() -> None:
+def test_values_with_several_users_get_fan_outs() -> None:
     """A fan-out stands before the first forward user, and a second fan-out before several backward users."""
     program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     lines = [line for line in program.text().splitlines() if "= fan_out(" in line]
     assert "\n".join(lines) == GOLDEN
 
 
-def test_no_value_but_a_hub_has_two_users() -> None:
+def test_only_a_fan_out_has_two_users() -> None:
     """Only a fan-out has two users, so every other edge is private; scalars get no fan-out."""
     program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     for node in program.graph.nodes:

@@ -20,7 +20,7 @@ from passes.questions.features import FEATURES, NAMES, feature_named
     ],
 )  # fmt: skip
 def test_other_names(text: str, name: str) -> None:
-    """Abbreviations, stages of ZeRO, any case, with the word parallel or without."""
+    """Abbreviations, stages of ZeRO, any case, and the word "parallel" name the features too."""
     assert feature_named(text) == name
 
 

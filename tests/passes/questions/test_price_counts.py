@@ -79,7 +79,7 @@ def _priced(model: Decoder, length: int) -> PricedModel:
 
 
 def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
-    """Twice (n - 1) / n of the gradients' bytes; nothing for one replica."""
+    """Gradients of data parallelism send 2 (n - 1) / n of their bytes, and one replica sends nothing."""
     plan = price_of(Execution(data=4), 16, dense(4))
     data = sympy.Symbol("data")
     wanted = 2 * plan.formula("gradient_bytes") * (data - 1) / data
@@ -127,7 +127,7 @@ def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> N
 
 
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
-    """A model of dense and sparse blocks."""
+    """Dense and sparse blocks of a model have symbols of their own."""
     plan = price_of(Execution(data=4, expert=2), 16, sparse())
     symbols = {str(symbol) for symbol in plan.formula("parameters").free_symbols}
     assert symbols == {"layers_0", "layers_1"}
@@ -143,7 +143,7 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
 
 
 def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
-    """From a file, or from another process."""
+    """Plans from a file or another process say that they have no model."""
     plan = price_of(Execution(data=2), 16, dense(4))
     plan.save(tmp_path / "plan.json")
     for other in (Plan.load(tmp_path / "plan.json"), pickle.loads(pickle.dumps(plan))):

@@ -88,7 +88,7 @@ def check_the_error(planning: PlanningProblem, *, recompute: bool, seconds: floa
 @settings(max_examples=3)
 @given(chains())
 def test_the_memory_that_an_error_names_is_enough(program: Program) -> None:
-    """To the byte."""
+    """The memory that an error names is enough to the byte."""
     check_the_error(problem_of(program, LINE), recompute=False)
 
 

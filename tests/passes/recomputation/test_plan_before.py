@@ -46,7 +46,7 @@ def tight() -> Plan:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [1.0, 1.1, 1.25])
 def test_more_memory_is_never_slower(more: float) -> None:
-    """Without any time to search, too."""
+    """More memory is never slower, also without time to search."""
     budget = int(more * (tight().memory_budget or 0))
     found = make_plan(memory_budget=budget, previous=tight(), time_budget_s=0.0)
     assert found.objective <= tight().objective * (1 + 1e-9)

@@ -102,7 +102,7 @@ def test_clones_read_clones() -> None:
 
 
 def test_without_nodes_the_program_is_the_same() -> None:
-    """Nothing to recompute, nothing copied."""
+    """Without nodes to recompute or copy, the program is unchanged."""
     program = prepare(traced())
     assert InsertRecompute(())(program) is program
 
@@ -302,7 +302,7 @@ def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
         ((again("p_weight", "mul_2"),), "names node 'p_weight', which this program does not compute"),
         (
             (again("exp", "t"), again("fan_out_1", "t")),
-            "restores 'fan_out_1' before 't', but 'mul_2' reads it earlier",
+            "fetches 'fan_out_1' before 't', but 'mul_2' reads it earlier",
         ),
         ((again("exp", "pow_2"), again("mm", "mul_2")), "recomputes 'exp' before its operand 'mm'"),
     ],

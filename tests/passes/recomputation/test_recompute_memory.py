@@ -145,7 +145,7 @@ def test_searches_apart_do_not_get_slower_with_memory() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_memory_of_drawn_programs(data: st.DataObject) -> None:
-    """The same of drawn programs, and on two axes."""
+    """Memory of drawn programs on two axes equals the running program's."""
     drawn = data.draw(programs(max_blocks=1))
     problem = joint(problem_of_drawn(drawn, data.draw(st.sampled_from([LINE, SQUARE]))))
     choices = seen(problem, data.draw(st.sampled_from([0.5, 0.7, 0.9])))

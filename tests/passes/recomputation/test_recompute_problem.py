@@ -117,7 +117,7 @@ def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None
 
 
 def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
-    """To the last digit, at a limit under which much is recomputed."""
+    """The optimum is its program's cost and memory to the last digit, at a limit with much recomputation."""
     problem = example("blocks")
     free = Search()(problem.planning)
     found = Search(0.75 * float(problem.planning.usage(free.choice).max()))(problem)
@@ -292,7 +292,7 @@ def test_the_host_holds_no_more_than_it_has(share: float) -> None:
 
 
 def test_stages_of_a_sweep_of_limits() -> None:
-    """From too little memory to plenty on two H100s: offload, recomputation, split values; time never rises."""
+    """Sweeping the limit on two H100s brings offload, recomputation and splits in, and time never rises with memory."""
     planning = planning_problem(sines(4), LINE, h100s(LINE), PlanOptions())
     largest = float(planning.usage(Search()(planning).choice).max())
     with pytest.raises(DoesNotFitError):

@@ -296,7 +296,7 @@ def check_near_the_best(
 @settings(max_examples=2)
 @given(program=chains(), share=st.sampled_from([0.3, 0.8, 0.99]))
 def test_the_search_is_near_the_best_of_every_plan(place: str, program: Program, share: float) -> None:
-    """With a memory limit, recomputation and offload."""
+    """The search is near the best of every plan with a memory limit, recomputation and offload."""
     planning = problem_of(program, *PLACES[place])
     check_near_the_best(planning, float(int(share * peak_of(planning, Search()(planning).choice))))
 

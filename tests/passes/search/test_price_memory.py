@@ -26,7 +26,7 @@ def _memory(recipe: Execution, in_flight: float = 1.0) -> MemoryPrice:
 
 
 def test_state_is_counted_in_bytes_per_parameter() -> None:
-    """Two for the weight, four for the gradient, twelve for master weight and moments."""
+    """A parameter takes two bytes for its weight, four for its gradient, twelve for master weight and moments."""
     parts = _memory(Execution()).parts
     assert parts["parameters"] == 2 * ELEMENTS
     assert parts["gradients"] == 4 * ELEMENTS
@@ -61,6 +61,6 @@ def test_offloaded_state_is_not_on_the_device() -> None:
 
 
 def test_gradients_beside_their_sum_take_memory() -> None:
-    """Two more bytes for each parameter."""
+    """A gradient beside its sum takes two more bytes for each parameter."""
     apart, together = (_memory(under(Execution(), separate_sum=flag)).parts["gradients"] for flag in (True, False))
     assert apart - together == 2 * ELEMENTS

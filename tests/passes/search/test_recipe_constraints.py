@@ -75,7 +75,7 @@ def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]
 @settings(max_examples=8)
 @given(st.data())
 def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
-    """With the price of that recipe."""
+    """A recipe that constraints fix whole is the plan, at the recipe's price."""
     even = [each for each in every_recipe() if each[2].stage_layers is None]
     time, memory, recipe = data.draw(st.sampled_from(even))
     names = ("data", "tensor", "sequence_parallel", "context", "pipeline", "schedule", "virtual_stages",

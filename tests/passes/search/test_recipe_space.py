@@ -99,7 +99,7 @@ def test_axes_divide_what_they_split() -> None:
 
 
 def test_tensor_and_context_ranks_are_limited() -> None:
-    """Two of a node, and sixteen of 32 tokens on each context rank."""
+    """A layout has at most two tensor ranks, and at least 16 of 32 tokens on each context rank."""
     space = RecipeSpace(DENSE, 64, Execution(global_batch=64), most_tensor=2, least_tokens=16)
     layouts = [layout for family in space.layouts() for layout in family]
     assert (max(layout.tensor for layout in layouts), max(layout.context for layout in layouts)) == (2, 2)

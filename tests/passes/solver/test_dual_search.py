@@ -73,7 +73,7 @@ def test_messages_never_bound_from_above(problem: Assignment) -> None:
 
 @given(assignments())
 def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assignment) -> None:
-    """Its peak is attainable, so at least the smallest; its cost is finite."""
+    """The frugal choice has a finite cost, and a peak of at least the smallest peak."""
     choice = choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point))
     if choice:
         assert np.isfinite(problem.cost_of(choice))

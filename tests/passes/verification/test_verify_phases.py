@@ -48,7 +48,7 @@ def test_phases_of_a_lowered_program_are_accepted() -> None:
 
 
 def test_saved_values_in_another_order_are_refused() -> None:
-    """Any two saved values exchanged on one side only."""
+    """Two saved values exchanged on one side are refused."""
     count = len(phased().forward_outputs)
     total = count + len(phased().saved)
     assert total - count >= 2

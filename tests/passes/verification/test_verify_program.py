@@ -251,7 +251,7 @@ def mutated(layout: str, mutation: Mutation, seed: int = 0) -> LoweredProgram:
 
 
 def test_a_message_names_the_node_what_it_reads_and_the_users_line() -> None:
-    """A collective over another axis: the node, the value and spec of its operand, and the line of the model."""
+    """A collective over a wrong axis is refused with the node, its operand's value and spec, and the model's line."""
     with pytest.raises(VerificationError) as caught:
         verify_program(prepared(), mutated("drawn 3", move_collective_to_other_axis, seed=1))
     message = str(caught.value)

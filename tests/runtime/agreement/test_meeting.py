@@ -142,7 +142,7 @@ def group_on_kept_store(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 def test_a_group_on_the_kept_store_is_refused(group_on_kept_store: None) -> None:
-    """At a restart, naming both ways out."""
+    """A group on the kept store is refused at a restart, with both ways out."""
     model = nn.Linear(2, 2)
     mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
     with pytest.raises(NotAvailableError, match=r"this is restart 1.*Mesh.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):

@@ -28,7 +28,7 @@ def test_a_simulated_stage_has_the_axes_that_the_pipeline_leaves(mesh: Mesh, of_
 
 
 def test_without_a_pipeline_nothing_is_handed_on() -> None:
-    """One engine on the whole mesh."""
+    """A step without a pipeline is one engine on the whole mesh."""
     engine, messages = make_engines(Mesh({"data": 2}), torch.device("cpu"))
     assert engine.mesh == Mesh({"data": 2})
     assert messages is None

@@ -87,7 +87,7 @@ def test_tied_parameters_are_there_once_or_more(dropped: list[str], tmp_path: Pa
 
 
 def test_tied_parameters_that_differ_are_refused(tmp_path: Path) -> None:
-    """Different values for a tied parameter cannot both be the model's."""
+    """Unequal values for a tied parameter are refused."""
     model, before = _changed(tmp_path, lambda stored: stored["head.weight"].add_(1))
     with pytest.raises(WeightsError, match=r"Tied in the model, but not equal: 'embedding.weight' = 'head.weight'"):
         load(model, tmp_path)

@@ -55,7 +55,7 @@ def test_a_bias_is_added_by_its_product() -> None:
 
 
 def test_a_block_keeps_what_its_backward_reads() -> None:
-    """Norms' and products' operands, attention's operands and result, activations."""
+    """A block keeps the operands of norms and products, attention's operands and result, and activations."""
     block = _layers()["layers:0"]
     kept = sum(item.value.local_bytes(1, SIZES) for item in block.saved)
     token = 2 * HIDDEN * SEQUENCE
