@@ -53,7 +53,7 @@ class Planned:
     @property
     def is_plain(self) -> bool:
         """Whether the plan recomputes and offloads nothing."""
-        return not self.plan.recompute.nodes and not self.plan.offload.nodes
+        return not any(each.recompute.nodes or each.offload.nodes for each in (self.plan, *self.plan.stages))
 
 
 def plan_candidates(
