@@ -59,8 +59,9 @@ def check_digest(plan: Plan, program: Program) -> None:
     digest = program.digest()
     if digest != plan.program_digest:
         raise PlanMismatchError(
-            f"the plan is for another model or other inputs: it is for program {plan.program_digest} with "
-            f"inputs {dict(plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
+            "The plan is for another model or other inputs, loss or optimizer. The plan's program is "
+            f"{plan.program_digest} with inputs {dict(plan.inputs)}; the program of this call is {digest}. Plan again "
+            "with the arguments of this call, or load a plan that was made with them."
         )
 
 
