@@ -245,8 +245,8 @@ def _check_strides(node: fx.Node, operand: Any) -> None:
     traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.node.meta["val"].stride()
     if traced != local:
         raise NotAvailableError(
-            f"{node.target} (node {node.name!r}, from {node.meta.get('source') or 'an unknown line'}) reads memory by "
-            f"strides, and its operand has strides {local} on each device where the model has {traced}. Write it with "
+            f"{node.target}, from {node.meta.get('source') or 'an unknown line'}, reads memory by strides, and "
+            f"its operand has strides {local} on each device where the model has {traced}. Write it with "
             "view, unfold or slicing, or constrain its operand to stay whole."
         )
 
