@@ -80,8 +80,8 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
 def shift_time(message_bytes: float, group: GroupLinks) -> float:
     """Seconds for every member to send `message_bytes` to the next member around a ring, all at the same time.
 
-    Start, latency and bytes / bandwidth of the slowest link: one message leaves each node, and each pod. An all-gather
-    around the ring is size - 1 shifts, so a measured all-gather gives its share.
+    The time is start, latency and bytes / bandwidth of the slowest link, as one message leaves each node and each pod.
+    An all-gather around the ring is size - 1 shifts, so a measured all-gather is divided by size - 1.
     """
     if measured := _measured("all_gather", group.size * message_bytes, group):
         return measured / (group.size - 1)
@@ -89,11 +89,11 @@ def shift_time(message_bytes: float, group: GroupLinks) -> float:
 
 
 def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float:
-    """Seconds of sending rows to their experts, or the experts' sums back.
+    """Seconds to send each token's row to the ranks of its experts, or to send the experts' sums back.
 
-    Each row of `local_bytes` counts `copies` times, once for each of its experts, which are placed uniformly. A row
-    crosses the network once for each node with some of its experts, and is spread there. A rank gets it once
-    (DeepSeek-V3, Liu et al. 2024, section 3.2.2). Among c draws from n places, n * (1 - (1 - 1/n)^c) are distinct.
+    `local_bytes` counts a row `copies` times, once for each of its experts. Experts are on any rank with equal
+    probability. A row crosses the network once for each node that has some of its experts. The node then sends the row
+    once to each rank with such an expert (DeepSeek-V3, Liu et al. 2024, section 3.2.2).
     """
     _check(local_bytes)
 
@@ -108,7 +108,7 @@ def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float
 
 
 def _distinct(places: int, draws: float) -> float:
-    """Share of draws that are the first at their place, for equally likely places."""
+    """Expected distinct places per draw: `draws` draws hit places * (1 - (1 - 1/places)^draws) different places."""
     return places * (1 - (1 - 1 / places) ** draws) / draws
 
 
@@ -136,7 +136,7 @@ def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, gro
 
 @lru_cache(maxsize=4096)
 def _variants(group: GroupLinks) -> tuple[GroupLinks, ...]:
-    """The group with each protocol that all its links have: first Simple, whose numbers are the links' own."""
+    """The group once for each protocol that all its links have. Simple comes first, and keeps the links' numbers."""
     shared = [name for name in _names(group.links[0]) if all(name in _names(link) for link in group.links)]
     return (group, *(_with_protocol(group, name) for name in shared))
 
@@ -161,20 +161,20 @@ def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """(n - 1)/n * bytes over the slowest of the fabric, the node's share of the network, and the pod's of the spine."""
+    """(n - 1)/n * bytes over the slowest link: the fabric, a node's share of the network, or a pod's of the spine."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
     return _start(group) + _around(group) + max(inside, _outside(carried, group))
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
-    """Ring in the node, tree over nodes, pipelined."""
+    """Seconds of a ring in each node and a tree over the nodes, pipelined."""
     n = group.per_node
     return _over_nodes(operand_bytes, group, 2 * _transfer((n - 1) / n * operand_bytes, group.intra), 2 * (n - 1))
 
 
 def _switch(operand_bytes: float, group: GroupLinks) -> float:
-    """In the switch of the node, tree over nodes, pipelined."""
+    """Seconds of a reduction in each node's switch and a tree over the nodes, pipelined."""
     link, n = group.intra, group.per_node
     assert link is not None
     carried = (n + 1) / n * operand_bytes
@@ -204,8 +204,9 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 
 
 def _starts(group: GroupLinks) -> float:
-    """Start of an exchange in which every rank has a message for every other rank, routed through its twin in their
-    node.
+    """Start and latency of an exchange in which every rank has a message for every other rank.
+
+    A message to another node first goes to the sender's twin there: the rank with the same place in its node.
     """
     return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
 
@@ -216,9 +217,7 @@ def _direct(carried_bytes: float, link: Link | None) -> float:
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Time of bytes that leave a node once for all its members, over the cards in use, and a pod once for all its
-    members.
-    """
+    """Seconds for bytes that leave each node once, over all its cards in use, and each pod once."""
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 

@@ -1,4 +1,4 @@
-"""Cuts a graph in two: the calls for some of its results, and the rest, which continues from their values."""
+"""Cuts a graph in two: the first graph computes some results, the second the others from values of the first."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def cut_graph(
 
     Args:
         root: a functional graph that returns a flat tuple.
-        results: places of the first graph's results among those of `root`, in order.
-        hands_on_inputs: the second graph takes its inputs as values of the first, instead of all inputs.
+        results: indices of the first graph's results among those of `root`, in order.
+        hands_on_inputs: the second graph takes only the inputs that it reads, among the values handed to it.
 
     Example:
         >>> graph = fx.Graph()
@@ -52,7 +52,7 @@ def cut_graph(
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls that results need, with all parts of their tuples and the waits of their collectives."""
+    """The calls that compute the results, with all items of their tuples and the waits of their collectives."""
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()

@@ -72,7 +72,7 @@ class Place:
     dtype: torch.dtype
 
     def has_all(self, numel: int) -> bool:
-        """Whether it has each element of a memory of so many once, in any order."""
+        """Whether the tensor has each of the `numel` elements of its memory once, in any order."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size != 1 and stride != expected:
@@ -81,12 +81,12 @@ class Place:
         return self.offset == 0 and expected == numel
 
     def is_in_order(self, numel: int) -> bool:
-        """Whether it is all of a memory of so many elements, in the order of a contiguous tensor."""
+        """Whether the tensor is all `numel` elements of its memory, in the order of a contiguous tensor."""
         pairs = zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """The box that the place covers in a contiguous tensor of `shape`, and its dims there; None if it is no box."""
+        """The box that it covers in a contiguous tensor of `shape`, and the box's dims; None if it covers no box."""
         strides = contiguous_strides(shape)
         start, left = [], self.offset
         for size, stride in zip(shape, strides, strict=True):
@@ -146,7 +146,7 @@ class Operation:
 
     @property
     def operands(self) -> tuple[Place, ...]:
-        """The places among the arguments that the call reads, in order."""
+        """The tensor arguments (each a `Place`) whose values the call reads, in order."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         skipped = self.written if self.overwrites else ()
         return tuple(leaf for leaf in leaves if isinstance(leaf, Place) and not any(leaf is item for item in skipped))
@@ -164,7 +164,7 @@ class Initialisation:
         numels: the number of elements of each memory.
         begins: the memory of each parameter and buffer before initialisation, by name, whole and contiguous.
         ends: the place of each final value.
-        constants: earlier memories with values, flat.
+        constants: the flat values of memories that existed before the record began.
         seed: the memory of the seed.
     """
 

@@ -37,7 +37,7 @@ class ExpertGroups:
         order: for each sorted row, its index before sorting, [R].
         ids: the expert of each sorted row, [R]; E for rows without an expert, which come last.
         ends: int32 [E].
-        is_cut: rows without an expert are left out. Otherwise their results are undefined; see `without_unknown`.
+        is_cut: whether rows without an expert are left out. If not, they get undefined results (`without_unknown`).
     """
 
     order: Tensor
@@ -86,7 +86,7 @@ class ExpertGroups:
 
 
 def _is_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether torch's grouped product takes the operands: rows of whole 16 bytes, of a supported dtype."""
+    """Whether torch's grouped product takes the operands: a supported dtype, and strides of whole 16 bytes."""
     is_known = left.dtype in (torch.bfloat16, torch.float16, torch.float32) and left.dtype == right.dtype
     return is_known and left.shape[0] > 0 and all(map(_is_aligned, (left, right)))
 
@@ -141,12 +141,12 @@ class ExpertWeights:
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
-        """u of experts' rows x [R, H]: [R, g I]; undefined for rows without an expert, and so all that follows."""
+        """First products: u [R, g I] of rows x [R, H]. Rows without an expert have undefined values, here and later."""
         u = groups.products(x, self._gate_up)
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
     def results(self, u: Tensor, groups: ExpertGroups) -> Tensor:
-        """Results of experts, [R, H], not weighted."""
+        """The experts' results [R, H] before weighting, from the first products u."""
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class ExpertWeights:
 
 
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """For each token the sum of its rows, [T, H]: row r [R, H] is assignment order[r] of T k."""
+    """For each token the sum of its rows, [T, H]. Row r belongs to assignment order[r] of all T k assignments."""
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
     apart = (rows.new_empty if is_whole else rows.new_zeros)((tokens * chosen, rows.shape[1]))
@@ -236,7 +236,7 @@ def experts_reference(
         index: int64 [T, k], each token's experts; outside 0 .. E - 1: none.
         weights: [T, k].
         gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: see `ExpertWeights`, `Gate`.
-        experts: the number of experts that tokens choose from: E, or more if these are a part of them.
+        experts: the number of experts that tokens choose from: E, or more if the rank holds only E of them.
 
     Returns:
         out [T, H] in x's dtype. Products have x's dtype; sums over k have the dtype of a product with a weight.
@@ -256,7 +256,7 @@ def experts_composite(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """`experts_reference` by operators with derivatives: each token goes through all experts."""
+    """`experts_reference` in differentiable operators: each token goes through all experts."""
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
     share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]

@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The rows and columns (powers of two) of one program, and its warps."""
+    """The block of a tensor that one Triton program computes (powers of two), and the program's number of warps."""
 
     rows: int
     columns: int
@@ -32,14 +32,14 @@ class Tile:
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
-    """The tile for rows of `columns` elements; rows wider than `max_columns` are walked in blocks of that width."""
+    """The tile for rows of `columns` elements. A program walks wider rows than `max_columns` block by block."""
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
 def cdiv(count: int, size: int) -> int:
-    """The number of blocks of `size` that cover `count`; `triton.cdiv` would take 5 us, several times a launch."""
+    """The number of blocks of `size` that cover `count`; `triton.cdiv` takes 5 us, and a launch needs several."""
     return -(-count // size)
 
 
@@ -100,7 +100,7 @@ def launch(
         arguments: the arguments that are not `constexpr`, in order.
         num_warps: the heuristic's number of warps.
         tunable: the constants that tuning may change; default: the kernel's entry in `TUNABLE`.
-        follow: computes the constants that follow from these.
+        follow: computes further constants from the tunable constants.
         changes: the tensors that the kernel reads and writes.
         constants: the `constexpr` arguments, including the heuristic's block sizes.
 

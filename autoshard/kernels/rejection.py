@@ -1,7 +1,8 @@
 """`autoshard::poisson`, `binomial` and `gamma`: random numbers of distributions whose parameters are tensors.
 
-Each element draws until a number is accepted. Attempt k uses block k of the element's own words (`philox.py`), so it
-does not matter how often other elements draw. Arithmetic is float64; parameters that are out of range give NaN.
+Each element draws until a number is accepted. Philox (`philox.py`) gives each element its own random words, in blocks.
+Attempt k uses block k, so the attempts of one element do not change the numbers of another element. Arithmetic is
+float64; parameters that are out of range give NaN.
 
 Poisson and binomial numbers with a mean below 10 are drawn by inversion with sequential search. The other algorithms:
 

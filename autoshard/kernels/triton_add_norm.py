@@ -3,8 +3,8 @@
     forward:   total = x + residual,  out = norm(total)          (pre-norm blocks: the total is the next residual)
     backward:  dx = residual_grad + norm's gradient              (of both x and residual)
 
-The kernels are those of `triton_norm.py`. The forms are those of models. One is torch's fused operators. The other is
-the RMS norm of transformers, in small operators (in float32, with casts around it for narrower dtypes).
+The kernels are those of `triton_norm.py`. They replace two forms that models have. One form is torch's fused operators.
+The other is the RMS norm of transformers, in small operators (in float32, with casts around it for narrower dtypes).
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any)
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """The backward that autograd derives from `written_out`; the weight's gradient keeps the summed dims."""
+    """The backward that autograd derives from `written_out`; the weight's gradient is a sum with `keepdim=True`."""
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
     normed = _narrow(like, _aten.mul.Tensor(x, rstd))
@@ -244,7 +244,7 @@ def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: 
 def _added_backward(
     like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
 ) -> tuple[Any, Any]:
-    """Without casts, autograd adds each part to the residual's gradient separately."""
+    """Both backwards together. In float32, autograd adds the norm's two parts to the residual's gradient one by one."""
     (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
     if like.dtype == torch.float32:
         return _aten.add.Tensor(_aten.add.Tensor(residual_grad, direct), through), grad_weight

@@ -43,12 +43,12 @@ _MAX_COPIED_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch without its choice of block sizes and warps.
+    """A launch of a kernel whose block sizes and warps are still to be chosen.
 
     Args:
         kernel: the `@triton.jit` function.
         grid: maps all arguments by name, including block sizes, to the number of programs.
-        device: the device, which is the current device.
+        device: the device of the tensors; the caller has made it the current device.
         arguments: the arguments that are not `constexpr`, in order.
         constants: the `constexpr` arguments that do not vary.
         follow: computes the arguments that follow from the block sizes.
@@ -94,7 +94,7 @@ class Tuner:
     _measures: bool = True
 
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """The choice for a launch: the known one, or else measured now, or else the heuristic's."""
+        """The choice for a launch: a known choice, or else one measured now, or else the heuristic's."""
         if launch.is_interpreted and self.timer is None:
             return heuristic
         arguments = tuple(_class_of(argument) for argument in launch.arguments)
@@ -131,7 +131,7 @@ class Tuner:
 
 
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
-    """Every candidate's median time in milliseconds, by `triton.autotune`; infinite for one that does not fit."""
+    """Every candidate's median time in milliseconds, by `triton.autotune`; infinite above the device's limits."""
     configs = {
         triton.Config(launch.blocks(choice), choice.num_warps, None): choice  # type: ignore[arg-type]
         for choice in candidates
@@ -145,7 +145,7 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
 
 @cache
 def tuner_of(tuning: Tuning) -> Tuner:
-    """The tuner of a switch."""
+    """The tuner for the setting `tuning`; the same each time."""
     return Tuner(tuning.store, tuning.timer)
 
 

@@ -63,6 +63,6 @@ def binomial(count: torch.Tensor, p: torch.Tensor, *_: Any) -> Rule:
 
 
 def _local_of_parameters(context: LocalContext, *args: Any) -> Any:
-    """The last two arguments place the piece in the global array."""
+    """The local form of a call that ends in `offset, global_shape`: the rank's piece begins at a shifted offset."""
     *others, offset, global_shape = args
     return context.default(*others, shifted(offset, context.output_offset()), global_shape)

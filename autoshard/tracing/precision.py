@@ -1,7 +1,7 @@
 """Runs a model in a narrower floating type than its parameters'. The casts become part of the trace.
 
 Wider parameters and inputs are cast, each once, before the model runs; buffers keep their types. FSDP2's
-`MixedPrecisionPolicy(param_dtype=...)` does the same. Some differences spare changes to the model:
+`MixedPrecisionPolicy(param_dtype=...)` does the same. The differences let models run without changes:
 
 * Parameters of norms with running statistics are not cast. Beside narrow inputs, PyTorch's operator accepts them only
   in float32 (FSDP1 leaves such modules out too).
@@ -87,7 +87,7 @@ class Casts:
         return cls(dtype, frozenset(wider - left_out))
 
     def names(self, model: nn.Module) -> tuple[str, ...]:
-        """The first names of the cast parameters."""
+        """The names of the cast parameters; a tied parameter has only its first name here."""
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
@@ -96,7 +96,7 @@ class Casts:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within, operators treat operands of several types as the module's docstring says."""
+        """A context in which operators of one type cast mixed operands, and cross-entropy computes in float32."""
         with contextlib.ExitStack() as stack:
             for op in _OF_ONE_TYPE:
                 stack.enter_context(_replacing(op, self._in_one_type))
@@ -113,7 +113,7 @@ class Casts:
 
 
 def _check_norms(norms: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Refuse norms with float64 state, since norms with running statistics are not cast but get narrow inputs."""
+    """Refuse norms with float64 state. Norms with running statistics are not cast, and get narrow inputs."""
     double = [name for name, norm in norms.items() if any(x.dtype is torch.float64 for x in _state_of(norm))]
     if double:
         raise TraceError(
@@ -196,7 +196,7 @@ def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs:
 
 
 def place_casts(graph: fx.Graph) -> None:
-    """Move conversions to save memory: of inputs before their first use, of results behind their operand.
+    """Move casts to save memory: an input is cast before its first use, a result right after its operand.
 
     A trace has the casts of parameters first, and those of their gradients last.
     """

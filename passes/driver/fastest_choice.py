@@ -1,13 +1,16 @@
-"""Find the fastest choice of a search by its lowered program, and predict the steps of known recipes.
+"""Lowers the choices that a search found, and takes the choice with the shortest predicted step.
 
-The search adds up the seconds of a step's parts. The lowered program puts collectives into buckets and hides them, in
-some
-plans more than in others. So the lowered programs decide:
+The search adds up the prices of all operators and collectives. Lowering puts collectives into buckets and hides buckets
+behind computation, in some plans more than in others. Recomputed collectives gain nothing from this. So the lowered
+programs decide:
 
-1. lower the search's own choice;
-2. compute a rough step of each other choice from the problem's prices, scaled by the lowered step of the search's own;
-3. lower the choices with rough steps near the fastest step, the shortest first;
-4. take the plan of the shortest step. A known recipe that was not lowered is lowered when its step is first read.
+1. The search's own choice is lowered.
+2. Each other choice gets a rough step time: the sum of its prices, scaled. By the same scale, the search's own choice
+   has its predicted step.
+3. Choices whose rough step is near the fastest step are lowered, the shortest rough step first.
+4. The plan is the lowered program with the shortest step.
+
+The plan also reports the steps of known recipes. A recipe that was not lowered is lowered when its step is first read.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ from passes.recomputation.whole_blocks import joint_with_blocks
 from passes.solver.assignment import Solution
 
 _NEAR, _VERY_NEAR = 0.2, 0.05
-"""Most relative excess of a rough step over the lowered step; the second one without inner blocks, and on CPUs.
+"""The largest share by which a rough step may exceed the lowered step.
 
-Rough steps are scaled by the lowered step of the search's own choice. The excess was measured on 110 choices of some
-fifteen models. It was at most 1.16 on L4s and H100s, 1.03 without inner blocks, and 1.03 on CPUs (2026-11-29).
-"""
+`_VERY_NEAR` is for programs without inner blocks, and for one machine's CPUs. Measured on 110 choices of some fifteen
+models (2026-11-29): rough steps were at most 1.16 times the lowered step on L4s and H100s. The ratio was at most 1.03
+in programs without inner blocks, and on CPUs."""
 
 _ALIKE = 0.02
 """Relative difference up to which plans on CPUs count as equal; prices are less exact
@@ -50,12 +53,12 @@ class Decision:
     """The decision of a search.
 
     Args:
-        planning: the planning problem of the program as it will run, with recomputation.
+        planning: the planning problem of the program as it will run, with recomputed nodes.
         solution: one option per variable of `planning`.
         recompute: the recomputed values.
         offload: the offloaded values.
         baselines: the best solutions of the known recipes, without recomputation; None if no solution fits.
-        bucketed: the best solution at bucket prices of parameters and gradients.
+        bucketed: the best solution if collectives of parameters and gradients are priced in buckets, less hidden time.
     """
 
     planning: PlanningProblem
@@ -67,12 +70,12 @@ class Decision:
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """Return the plan of the shortest predicted step among a search's choices, with the steps of known recipes.
+    """Return the plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
 
     Args:
-        planning: the problem without recomputation.
+        planning: the problem without recomputed nodes.
         found: the choices.
-        cluster, options: the hardware and the options of the search. When time is up, no more choices are lowered.
+        cluster, options: the cluster and the options of the search. After its time budget no further choice is lowered.
             Known recipes that may be faster than the plan are then left out.
     """
     lowering = _ChoiceLowering(planning, found.solution.lower_bound, cluster, options)
@@ -108,7 +111,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
-    """Return the known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
+    """Return the known recipe with the shortest rough step, if it may be faster than the plans on other meshes."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))

@@ -27,15 +27,15 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan and its origin.
+    """A plan, with its planner and program.
 
     Args:
-        planner: the planner of the plan.
+        planner: the planner that made the plan.
         request: the call of a micro-batch.
-        program: the traced program; with stages, before the cut.
+        program: the traced program; with stages, the program before the cut.
         plan: the plan.
         stage_plans: the planner of stages; None without stages.
-        stages: the lowered stages; none without.
+        stages: the lowered stages; empty without stages.
     """
 
     planner: Planner
@@ -65,13 +65,13 @@ def plan_candidates(
     """Return the fastest plan of any candidate.
 
     Args:
-        planner: has the other arguments. Its time budget is for all candidates together.
+        planner: the planner with the user's options. Its time budget is for all candidates together.
         candidates: in the order tried.
-        request_of: returns the call of a micro-batch, for a number of micro-batches.
-        check_stages: raises `NotAvailableError` if the call does not support stages.
+        request_of: maps the number of micro-batches of a step to the call of one micro-batch.
+        check_stages: raises `NotAvailableError` if the user's options exclude stages.
 
     Raises:
-        AutoshardError: no candidate has a plan. The error of the least memory is raised, or else the first error.
+        AutoshardError: no candidate has a plan. The error is the one that asks for the least memory, or else the first.
     """
     planner, ceiling = replace(planner, traces=Traces()).begun()
     requests: dict[int, Request] = {}
@@ -109,13 +109,14 @@ def plan_candidates(
 
 
 _SLOWER = 1.05
-"""More micro-batches are tried while the last step takes at most this multiple of the fastest step."""
+"""More micro-batches are tried while the last step is at most this multiple of the fastest step."""
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether a candidate for short memory may be faster than the plans before it.
+    """Whether a candidate that saves memory may be faster than the plans before it.
 
-    It may not if one of these plans keeps all values, or if the last increase of micro-batches was slower.
+    No such candidate is faster than a plan that keeps all values. Once more micro-batches made the step slower, still
+    more do not help.
     """
     if any(each.is_plain for each in found):
         return False
@@ -124,7 +125,7 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """Return the fastest plan of a candidate; within its whole recipe if time cut a search that found less."""
+    """Plan a candidate. If time cut the search, and its plan is slow, the candidate's exact recipe is planned too."""
     made, failure = None, None
     try:
         made = _plan_one(planner, candidate, request)
@@ -146,7 +147,7 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """Return the fastest plan of a candidate."""
+    """Return the fastest plan for the meshes, recipe and micro-batches of a candidate."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))

@@ -1,14 +1,13 @@
-"""Gives collectives of different purposes communicators of their own, so that a wait ignores earlier collectives of
-another purpose.
+"""Gives parameters and gradients communicators of their own, so that a wait ignores earlier collectives of the others.
 
 Before → after, by the group's name (`autoshard.ir.communicators`):
 
-* a gather of values computed from parameters alone: `"data"` → `"data/parameters"`; in the update, any gather;
-* a reduction whose result the backward only returns (a gradient of a parameter, returned or carried into the update),
-  and collectives of that result: `"data"` → `"data/gradients"`; in the update, any reduction.
+* `"data"` → `"data/parameters"`: a gather of a value computed from parameters alone; every gather of the update;
+* `"data"` → `"data/gradients"`: a reduction whose result the backward only returns (a parameter's gradient), and later
+  collectives of this result; every reduction of the update.
 
-All other collectives (tensor and sequence parallelism, losses) keep the axis' own communicator. The names are equal on
-all ranks, like the text. No number depends on them: `verify_phases` replaces each name by that of its axes.
+All other collectives (tensor and sequence parallelism, losses) keep the axis' own communicator. All ranks have the same
+names, because they have the same program. The names change no result, so `verify_phases` replaces each by its axes.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _named(
 
 
 def _chosen(graph_module: fx.GraphModule, flags: Collection[bool]) -> list[fx.Node]:
-    """The flagged placeholders among the first ones."""
+    """The placeholders whose flag is set; `flags` begins with the first placeholder."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return [node for node, flag in zip(placeholders, flags, strict=False) if flag]
 
@@ -83,7 +82,7 @@ def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node
 
 
 def _only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that only the output reads, through calls of one operand, including reductions over further axes."""
+    """Nodes that reach only the output, directly or through calls of one operand (`_passes_on`)."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "call_function" and all(user.op == "output" or _passes_on(user, found) for user in node.users):

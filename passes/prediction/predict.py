@@ -1,8 +1,8 @@
-"""Predicts time and memory of one choice: the parts of the step, and the memory at its peak.
+"""Predicts the step time and the peak memory of one choice, each with its parts.
 
-The time is that of a simulated step of one rank (all ranks run in lockstep), by `cost_models.streams`. The step is read
-off the lowered program (`walk_program`), which may leave out blocks and may have kernels. Computation overlaps with
-collectives that the program starts early and waits for late, as far as the cluster allows (`overlap_of`).
+`walk_program` reads the step off the lowered program. `cost_models.streams` simulates this step for one rank; all ranks
+run in lockstep. The program may have fused kernels, and may hold only some of many equal blocks. Computation overlaps
+with collectives that the program starts early and waits for late, if the cluster allows overlap (`overlap_of`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def predict(
     Args:
         planning: the problem.
         choice: one option per variable.
-        walked: the step, as the lowered program of the choice says.
+        walked: the step as read off the lowered program of the choice.
         memory: the memory of the choice.
-        kernels: the kernels in the step; memory is that of the program without.
+        kernels: the fused kernels in the step. `memory` is the memory of the program without them.
         dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
     """
     cluster, micro_batches = planning.prices.cluster, planning.liveness.micro_batches

@@ -1,6 +1,6 @@
 """The stages of a recipe's pipeline: their blocks, their ranks, and their schedule.
 
-The first stage also has the layers before the blocks, and the last stage the layers after them.
+The model's ends are its parts before and after the blocks. The first stage has the first end, the last stage the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stage:
 
 
 def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
-    """The stages of a model's blocks, in order; the ends go with the first and the last."""
+    """The stages of a model in order, with its blocks shared out; the ends go with the first and the last stage."""
     counts = _block_counts(len(blocks), recipe)
     stages, start = [], 0
     for index, count in enumerate(counts):
@@ -64,7 +64,7 @@ def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8192)
 def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[int, ...]:
-    """Blocks on each of some stages, as even as possible; with `split_ends` the ends count as blocks.
+    """The number of blocks on each stage, as even as possible. With `split_ends` each end counts as a block.
 
     Example:
         >>> even_blocks(10, 4), even_blocks(10, 4, split_ends=True)
@@ -94,7 +94,7 @@ def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """Micro-batches that each stage of a pipeline rank holds at its peak, by rank; they do not depend on times."""
+    """For each pipeline rank, the most micro-batches that it holds at once, per stage; independent of times."""
     if recipe.pipeline == 1:
         return (1.0,)
     counts = most_in_flight(recipe.chosen_schedule, recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
@@ -102,12 +102,12 @@ def in_flight(recipe: Execution) -> tuple[float, ...]:
 
 
 def cuts_backward(recipe: Execution) -> bool:
-    """Whether a pipeline's schedule cuts backwards in two."""
+    """Whether the schedule cuts each backward in two (gradients of inputs, gradients of weights)."""
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
 def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
-    """Seconds of the pipeline.
+    """Seconds of all micro-batches of a step in the pipeline.
 
     Raises:
         RecipeError: the schedule does not allow the number of micro-batches or virtual stages.

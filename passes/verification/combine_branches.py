@@ -1,13 +1,14 @@
-"""Find how the values that a model branches on follow, for a batch, from its parts.
+"""Find the values that a model branches on for a whole batch, from its micro-batches (the parts).
 
-`if mask.all():` is true of a part without padding, and false of the batch. The reads of a trace are a graph of inputs:
+`if mask.all():` may be true of one part and false of the batch. A traced program has a graph that computes such values
+from its inputs: the guards. The values of the batch follow in three steps:
 
-1. Each part computes reductions over its samples: `mask.sum()`, `mask.all()`, `x.max()`.
-2. Reductions of the batch are those of the parts, reduced.
-3. The rest of the graph is computed from them. A number that counts the batch (`mask.sum() == 24`, where two parts have
-   48) is compared with the sum over the number of parts.
+1. Each part computes the guards' reductions over its samples: `mask.sum()`, `mask.all()`, `x.max()`.
+2. The results of all parts are reduced to the results of the batch: sums are added, of minima the least is taken.
+3. The rest of the graph is computed from these results. A sum may be compared with a number that grows with the batch:
+   `mask.sum() == 24` for one part, `== 48` for two. Then the sum is first divided by the number of parts.
 
-A graph of another form has no answer.
+A graph of any other form has no such steps, and the result is None.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _COMPARISONS = (*(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar
 def combine_branches(
     part: Program, twins: Mapping[fx.Node, fx.Node], states: Mapping[fx.Node, Sequence[State]]
 ) -> Branches | None:
-    """The branches of a batch, or None if the parts do not determine them.
+    """Return the graphs that compute a batch's branches from its parts, or None if the parts do not determine them.
 
     Args:
-        part: the program of a micro-batch.
-        twins: for each node of its guards, the twin node in the guards of two micro-batches.
-        states: states of these nodes.
+        part: the program of one micro-batch.
+        twins: each node of the guards, with the same node in the guards of a program for twice as many samples.
+        states: for each node of the guards, how its results depend on the samples.
     """
     assert part.guard_program is not None, "the program has guards"
     nodes = list(part.guard_program.graph.nodes)
@@ -89,7 +90,7 @@ def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> b
 
 
 def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:
-    """Whether a call on reduced values is right for the batch, or compares a sum with a count of the batch."""
+    """Whether a call has the same numbers for any batch, or compares a sum with a number that grows with the batch."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     ours, theirs = _numbers(node), _numbers(twins[node])
@@ -104,7 +105,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 
 
 def _between(first: Sequence[fx.Node], last: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes from which `last` are computed, in the order of the graph, up to `first`."""
+    """The nodes that compute `last` from `first`, in the order of the graph, without `first`."""
     found, waiting = set[fx.Node](), list(last)
     while waiting:
         node = waiting.pop()

@@ -1,9 +1,9 @@
 """Expands a bucket into single collectives, so that it can be compared with its source.
 
-Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. A
-part of a bucket's result equals the same collective of the value at its place, because elements are reduced at equal
-indices. Members of a reduce-scatter lie in its rows, those of an all-gather in the rows of its result. Other buckets,
-and buckets with other readers, are not expanded. They then match no call of the source.
+Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. The
+values `a` and `b` are packed. The collective reduces elements at equal indices, so a part of its result equals the same
+collective of the packed value alone. A reduce-scatter packs values side by side in rows, and an all-gather returns such
+rows. A bucket of another form, or with other readers, is not expanded. It then matches no call of the source.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Replace each bucket by single collectives; return the graph itself without buckets.
 
     Raises:
-        VerificationError: a node reads only part of a bucket's member.
+        VerificationError: a node reads a bucket's result in another way than by index and reshape.
     """
     found = ((node, _bucket_of(node)) for node in graph_module.graph.nodes)
     buckets = {node: bucket for node, bucket in found if bucket is not None}
@@ -57,7 +57,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bucket_of(split: fx.Node) -> _PackedCollective | None:
-    """The bucket whose result a call splits into its members, or None."""
+    """The bucket whose result the call `split` splits into parts, or None."""
     if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
     received: Any = split.args[0]
@@ -88,7 +88,7 @@ def _bucket_of(split: fx.Node) -> _PackedCollective | None:
 
 
 def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
-    """The shape of a collective's result for a value of this shape."""
+    """The shape of the collective's result for a packed value of shape `shape`."""
     if started.target is ALL_REDUCE:
         return shape
     ranks: Any = started.args[1]
@@ -96,7 +96,7 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """The packing dim as an argument."""
+    """The dim along which values are packed, as the last argument of a call; absent for dim 0."""
     return (1,) if rows else ()
 
 
@@ -129,7 +129,7 @@ class _Expanding:
     Args:
         graph: the graph.
         buckets: buckets by the call that splits their result.
-        parts: the value that each part of a bucket came from.
+        parts: for each part of a bucket's result, the packed value that it belongs to.
     """
 
     graph: fx.Graph
@@ -139,7 +139,7 @@ class _Expanding:
     parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Copy the graph with single collectives."""
+        """Copy the graph with single collectives in place of buckets."""
         inner = frozenset().union(*(bucket.inner for bucket in self.buckets.values())) | self.buckets.keys()
         for node in self.graph.nodes:
             self._check(node)
@@ -162,7 +162,7 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """The value from which a part of a bucket came."""
+        """The packed value that a part of a bucket's result belongs to."""
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):
@@ -170,7 +170,7 @@ class _Expanding:
         return bucket.values[index]
 
     def _collective(self, shaped: fx.Node) -> fx.Node:
-        """Emit the single collective for a shaped part of a bucket."""
+        """Emit the single collective in place of a reshaped part of a bucket's result."""
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]
         if shaped.args[1:] != (bucket.shapes[part.args[1]],) or shaped.kwargs:

@@ -2,8 +2,9 @@
 
 Rules and reshards are defined by the calls that they emit into a graph (`autoshard.rules.emit_local`,
 `autoshard.ir.emit`). These calls depend only on the operator, its literals, the shapes and types of its operands, and a
-strategy. So each definition is emitted once, on places instead of values, and stored as a `LocalForm`. Equal blocks of
-a model are proven with the same forms, and the verifier needs no second description of any definition.
+strategy. So each definition is emitted once, and stored as a `LocalForm`. A form numbers its operands first, then its
+calls. Such a number is a *place*, and the form's calls name their operands by places. Equal blocks of a model are
+proven with the same forms, and the verifier needs no second description of any definition.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Line:
     """One call of a form.
 
     Args:
-        key: its structure, with places as operands: the form's operands first, then its lines.
-        places: these places.
+        key: the call's operator and arguments, with places as operands.
+        places: the places that the call reads.
         is_drawn: whether it draws random numbers, so that only their order separates equal calls.
     """
 
@@ -65,7 +66,7 @@ class Line:
     is_drawn: bool
 
     def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
-        """The numbers of this call on `values`. Among equal random calls, `draw` is the position."""
+        """The equivalent values of a program that this call on `values` computes. `draw` counts equal random calls."""
         return local.find((*self.key, draw) if self.is_drawn else self.key, self.places, values)
 
 
@@ -76,7 +77,7 @@ class LocalForm:
     Args:
         operands: number of operands.
         lines: its calls.
-        results: for each result its place, or the line that selects it if something reads it.
+        results: for each result its place, or the line that selects it from a tuple.
     """
 
     operands: int
@@ -84,7 +85,7 @@ class LocalForm:
     results: Sequence[int | Line]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """The values of all places if a program makes these calls on the values `held`, else None."""
+        """The values of all places if the program makes these calls on the operands `held`, else None."""
         values = list(held)
         for line in self.lines:
             found = line.find(local, values, draw)
@@ -122,7 +123,7 @@ class _Recording(TracerBase):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Proxy:
-        """The place of a new line."""
+        """Add a line for a call, and return a proxy for its place."""
         key = call_key(kind, target, args, kwargs, place_of)
         self.lines.append(Line(key, tuple(operands_of(key)), draws_numbers(target)))
         return self._proxy(len(self.operands) + len(self.lines) - 1)
@@ -140,7 +141,7 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to make a call: the specs of operands and results, without axes of size one, and its form."""
+    """A way to compute a call: its form, and specs of operands and results without axes of size one."""
 
     inputs: Sequence[PartitionSpec]
     outputs: Sequence[PartitionSpec]
@@ -149,11 +150,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The ways to make equal calls.
+    """The ways to compute equal calls on local values.
 
     Args:
         node: one of the calls.
-        rule: their rule, None if the operator has none.
+        rule: the sharding rule of these calls, None if the operator has none.
         mesh: the mesh.
     """
 
@@ -163,7 +164,7 @@ class CallForms:
     _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
 
     def ways(self, held: Held) -> Sequence[Way]:
-        """The ways to make the call, given the specs under which its operands are held."""
+        """The ways to compute the call, given the specs under which its operands are held."""
         if held not in self._ways:
             self._ways[held] = list(self._find_ways(held))
         return self._ways[held]
@@ -211,7 +212,7 @@ class LocalForms:
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
-        """The ways to make a traced call.
+        """The ways to compute a traced call.
 
         They follow from its literals, the shapes and types of its operands, and their `ranges`.
         """
@@ -256,7 +257,7 @@ class LocalForms:
     def _forms_of_step(
         self, value: torch.Tensor, spec: PartitionSpec, move: Move, after: PartitionSpec
     ) -> Sequence[LocalForm]:
-        """The form of a step at the end of a reshard, and, if different, in front of a further step."""
+        """The form of a step that ends a reshard. A slice has a second form, in front of an all-gather."""
         key = (value.shape, value.dtype, spec, move)
         if key not in self._steps:
             step = self._step(move, spec, after)
@@ -272,7 +273,7 @@ class LocalForms:
         return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
 
     def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
-        """The form of the first of some steps."""
+        """The form of the first step, if all `steps` are emitted together."""
         recording = _Recording(1)
         reached: list[int] = []
 

@@ -84,7 +84,7 @@ def _everyone(engine: Engine, said: str, action: str) -> list[str]:
 
 
 def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
-    """The files' tensors for each tensor of a model, checked, and a text of the files for other ranks to compare."""
+    """The files' tensors for each tensor of a model, after checks; and a description of the files to compare."""
     files = WeightFiles(path)
     tensors = persistent_tensors(model)
     matched = match(model, tensors, files.tensors)
@@ -148,7 +148,7 @@ def _take_all(found: Sequence[Found]) -> None:
 
 
 def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
-    """Regions of this rank's part and the same regions in the whole, each over few bytes of a file."""
+    """Blocks of this rank's part, each with its region in the whole tensor; a block spans some `BLOCK_BYTES`."""
     held = part.tensor.shape
     if not held.numel():
         return

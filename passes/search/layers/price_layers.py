@@ -1,7 +1,8 @@
 """Price layer classes: seconds of computation by kind, bytes of every collective, bytes of memory.
 
-Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds are kept apart by bound, so that
-the step's model (`cost_models.step`) can weigh the parts, and let communication run beside them.
+Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds of kernels with different bounds
+(products, attention, memory) are kept apart. The step's model (`cost_models.step`) weighs each part, and lets
+communication run beside the parts.
 
 A search prices a model under thousands of layouts, which have most kernels in common. The time of a kernel depends only
 on the sizes of axes that split its tensors. So kernels are priced in groups that depend on the same axes.
@@ -38,10 +39,10 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Seconds of a device, by the bound of its kernels, and the number of kernels.
+    """Seconds of a device in kernels of each bound (products, attention, memory), and the number of kernels.
 
-    `weight_gradient_s` is the part of `matmul_s` without later readers: products that make parameters' gradients, in
-    `weight_gradient_kernels`.
+    Some products make parameters' gradients, and no other kernel waits for these products. `weight_gradient_s` is their
+    part of `matmul_s`, and `weight_gradient_kernels` is their number.
     """
 
     matmul_s: float = 0.0
@@ -65,7 +66,7 @@ class Busy:
 class AxisTraffic:
     """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
 
-    `copies` is how often each token is among them: once, or once for each of its experts.
+    `copies` is how often `bytes` counts each token: once, or once for each of its experts.
     """
 
     axis: str
@@ -76,8 +77,13 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """A phase of a layer, once: all its work, the work in attention's core, the work from its last product on, and its
-    collectives.
+    """The price of one run of a layer's phase.
+
+    Args:
+        busy: all kernels of the phase.
+        core: the kernels inside attention's core.
+        tail: the kernels from the last product with a weight to the end.
+        traffic: the collectives.
     """
 
     busy: Busy
@@ -88,15 +94,16 @@ class PhasePrice:
 
 @dataclass(kw_only=True, eq=False)
 class LayerPrice:
-    """The price of a layer class, once, for one micro-batch. Its phases are priced when first read.
+    """The price of one layer of a class, for one micro-batch. A phase is priced when it is read.
 
     Args:
-        saved_bytes: kept for the backward; `core_bytes` of them in attention's core.
+        saved_bytes: bytes saved for the backward.
+        core_bytes: the part of `saved_bytes` in attention's core.
         entering_bytes: bytes of values from other layer classes.
-        workspace_bytes: the most bytes that a kernel reads and writes of values that are not kept.
-        parameters: elements on each rank before ZeRO, of parameters that all replicas hold.
-        matrices: number of tensors of two dims or more among these.
-        expert_parameters: elements on each rank of parameters that the expert axis splits.
+        workspace_bytes: the most bytes that one kernel reads and writes, without saved values.
+        parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
+        matrices: the number of these parameters that have two dims or more.
+        expert_parameters: elements on each rank of the parameters that the expert axis splits.
         phase: prices the "forward" or the "backward".
     """
 
@@ -179,7 +186,7 @@ class Products:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """Products of a share of the experts, with the tokens of all ranks."""
+    """The products of one rank, which has a share of the experts and takes their tokens from all ranks."""
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
     shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
@@ -193,8 +200,8 @@ class _KernelGroup:
     Args:
         axes: the axes.
         varies: whether the price depends on the micro-batch.
-        kernels: each with the places, among (busy, core, tail) of the phase, that it counts in.
-        prices: seconds in each place, by whether it is in a block, the micro-batch and sizes of the axes.
+        kernels: each kernel, and whether it counts in the phase's `busy`, `core` and `tail`.
+        prices: the group's share of (busy, core, tail), by block or not, micro-batch and sizes of the axes.
     """
 
     axes: tuple[str, ...]
@@ -208,9 +215,10 @@ class _Held(NamedTuple):
 
     Args:
         values: the shapes.
-        kept: how often each is saved, in attention's core, entering, and in each workspace, [3 + workspaces, shapes].
-        parameters: how often it is the shape of a parameter that all replicas hold, and of an expert, [2, shapes].
-        matrices: parameters of two dims or more that all replicas hold.
+        kept: counts of each shape among saved values, those in attention's core, entering values, and the values of
+            each workspace, [3 + workspaces, shapes].
+        parameters: counts of each shape among parameters that all replicas hold, and among experts', [2, shapes].
+        matrices: the number of parameters with two dims or more that all replicas hold.
     """
 
     values: tuple[Sized, ...]
@@ -236,9 +244,9 @@ Key = tuple[object, str]
 
 @dataclass
 class LayerPricer:
-    """Price the layer classes of a model, each once.
+    """Price the layer classes of a model, and remember the prices.
 
-    Operands of products in 8 bits are kept in 8 bits (Transformer Engine, module/linear.py: `saved_inputmat`).
+    A product in 8 bits saves its operands in 8 bits (Transformer Engine, module/linear.py: `saved_inputmat`).
     """
 
     products: Products
@@ -330,7 +338,7 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value as it is stored; exchanged rows of experts keep their number."""
+    """Return a value without its split by experts: an exchange of rows between ranks does not change their number."""
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
