@@ -57,7 +57,7 @@ _Batch = Annotated[int, typer.Option(min=1, help="Sequences per step over the wh
 _Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 _GlobalBatch = Annotated[
     int | None,
-    typer.Option(help="Sequences per step: search pipelines, micro-batches and recomputation too, on all devices."),
+    typer.Option(help="Sequences per step, which the planner cuts into micro-batches; else a step is --batch."),
 ]
 _Runtime = Annotated[
     str,

@@ -47,4 +47,4 @@ def format_time(seconds: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    return f"{seconds * 1e9:.3g} ns" if abs(seconds) >= 1e-12 else "0 ns"  # less than a picosecond is rounding

@@ -165,9 +165,10 @@ def _schedule(plan: Plan) -> str:
     ranks, virtual, bubble = len(plan.order.ranks), plan.order.virtual_stages, plan.predicted.breakdown.get("bubble", 0)
     each = f" ({virtual} on each)" if virtual > 1 else ""
     share = bubble / plan.predicted.step_time_s if plan.predicted.step_time_s > 0 else 0.0
+    count = plan.order.micro_batches
     return (
-        f"Schedule {plan.schedule}: {len(plan.stages)} stages on {ranks} ranks{each}, {plan.order.micro_batches} "
-        f"micro-batches, bubble {share:.0%}."
+        f"Schedule {plan.schedule}: {len(plan.stages)} stages on {ranks} ranks{each}, {count} "
+        f"micro-batch{'' if count == 1 else 'es'}, bubble {share:.0%}."
     )
 
 

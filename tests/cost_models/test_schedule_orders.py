@@ -72,9 +72,9 @@ def _letters(action):
 
 
 @st.composite
-def shapes(draw):
+def shapes(draw, schedules=tuple(SCHEDULES)):
     """(schedule, ranks, micro-batches, virtual stages) that the schedule admits."""
-    schedule = draw(st.sampled_from([*SCHEDULES]))
+    schedule = draw(st.sampled_from(schedules))
     ranks = draw(st.integers(1, 6))
     virtual_stages = draw(st.sampled_from(SCHEDULES[schedule].numbers_of_stages(4)))
     fewest = ranks if schedule == "1F1B" else ranks * virtual_stages if SCHEDULES[schedule].fills else 1
@@ -82,9 +82,9 @@ def shapes(draw):
     return schedule, ranks, draw(st.sampled_from(admitted)), virtual_stages
 
 
-@given(shapes())
+@given(shapes([name for name in SCHEDULES if hasattr(torch_schedules, f"Schedule{name}")]))
 def test_the_order_of_each_rank_is_torchs(shape):
-    """Each rank's actions, stages, micro-batches and overlapped pairs equal torch's, in order."""
+    """Actions, stages, micro-batches and overlapped pairs equal torch's, in order, if torch has the schedule."""
     assert admits(*shape)
     ours = [
         [tuple((a.stage, a.kind.letter, a.micro_batch) for a in slot) for slot in order]

@@ -18,9 +18,11 @@ def test_sizes_are_in_binary_units(size: int, text: str) -> None:
     assert format_bytes(-size) == (f"-{text}" if size else text)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(90.0, "90 s"), (0.0123, "12.3 ms"), (4e-6, "4 us"), (2e-9, "2 ns")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(90.0, "90 s"), (0.0123, "12.3 ms"), (4e-6, "4 us"), (2e-9, "2 ns"), (4e-20, "0 ns")]
+)
 def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    """Times print with three digits in a suitable unit."""
+    """Times print with three digits in a suitable unit; a rounding error prints as zero."""
     assert format_time(seconds) == text
 
 
