@@ -131,7 +131,9 @@ def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_pric
     if is_priced:
         raise NotAvailableError("previous= starts a search, and recipe= is priced without one: leave one out.")
     if not isinstance(previous, Plan):
-        raise NotAvailableError(f"previous= is a {type(previous).__name__}; pass a plan from autoshard.plan.")
+        raise NotAvailableError(
+            f"previous={previous!r} is a {type(previous).__name__}; pass a plan, such as Plan.load(path)."
+        )
     if of_recipes and previous.recipe is None:
         raise NotAvailableError("previous= has no recipe; with global_batch=, pass a plan made with global_batch=.")
     if not of_recipes and not previous.runs:
@@ -413,7 +415,10 @@ def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
         )
     ranks = Mesh.from_device_mesh(mesh).size if isinstance(mesh, DeviceMesh) else mesh.size
     if ranks != cluster.size:
-        raise MeshError(f"{mesh} has {ranks} ranks, and cluster={cluster.name} has {cluster.size} devices.")
+        raise MeshError(
+            f"{mesh} has {ranks} ranks, and cluster={cluster.name} has {cluster.size} devices. Pass a mesh of "
+            f"{cluster.size} ranks, or a cluster of {ranks} devices."
+        )
     return mesh, cluster
 
 

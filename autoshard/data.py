@@ -158,7 +158,10 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     batch = rows * parts
     if not isinstance(dataset, Sized) or len(dataset) < batch:
         found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
-        raise NotAvailableError(f"sampler(...): the dataset has {found}, and a batch {batch} rows.")
+        raise NotAvailableError(
+            f"sampler(...): the dataset has {found}, and a batch {batch} rows. Pass a dataset with __len__, of at "
+            "least one batch, or compile for a smaller batch."
+        )
     engine = module.engine
     if not isinstance(engine, DistributedEngine):
         return RankSampler(len(dataset), batch, shuffle=shuffle, seed=seed)

@@ -201,8 +201,7 @@ def load(folder: str, name: str) -> HardwareFile:
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
     if name not in names(folder):
         raise UnknownHardwareError(
-            f"No hardware {name!r} in cost_models/data/{folder}. {_suggestion(folder, name)}"
-            f"Known: {', '.join(names(folder))}. "
+            f"No hardware {name!r} in cost_models/data/{folder}. {_suggestion(folder, name)} "
             f"Add cost_models/data/{folder}/{name}.toml, "
             "or measure this machine with `autoshard calibrate` and use Cluster.load(path)."
         )
@@ -210,11 +209,11 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """Suggest known names that contain a name or are spelled like it: `Did you mean h100_pcie or h100_sxm? `."""
+    """Suggest known names that contain a name or are spelled like it; without any, list all known names."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(known)}."
 
 
 def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:

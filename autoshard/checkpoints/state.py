@@ -65,7 +65,8 @@ class TrainingState:
                 )
             if not isinstance(item, Stateful):
                 raise CheckpointError(
-                    f"{key}={type(item).__name__}(...) has no state_dict and load_state_dict, so it cannot be saved."
+                    f"{key}={type(item).__name__}(...) has no state_dict and load_state_dict, so it cannot be saved. "
+                    "Pass an object that has both, such as a schedule of the learning rate."
                 )
 
     def parts(self, at: int) -> list[Part]:
@@ -170,7 +171,9 @@ def model_of(step: Any) -> nn.Module:
     """The module of a step."""
     model = step.sharded if isinstance(step, TrainStep) else step
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"A {type(step).__name__} is not a model; pass the result of autoshard.compile.")
+        raise CheckpointError(
+            f"A {type(step).__name__} is not a model; pass the result of autoshard.compile, or an nn.Module."
+        )
     return model
 
 

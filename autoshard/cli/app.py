@@ -272,7 +272,7 @@ def _named(optimizer: str | None) -> str | None:
 def _check_folder(out: Path | None) -> None:
     """Refuse a path that cannot be written, before the search starts."""
     if out is not None and not out.parent.is_dir():
-        raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+        raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:

@@ -112,7 +112,11 @@ def _find_function(reference: str) -> Callable[..., Any]:
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        raise ModelReferenceError(f"{place} has no function {name!r}, which MODEL {reference!r} names.")
+        own = [found for found in vars(module).values() if getattr(found, "__module__", "") == module.__name__]
+        known = ", ".join(found.__name__ for found in own if inspect.isfunction(found))
+        raise ModelReferenceError(
+            f"{place} has no function {name!r}, which MODEL {reference!r} names; it has {known or 'none'}."
+        )
     return function
 
 

@@ -28,7 +28,8 @@ class ClusterMesh:
         if self.mesh.size != self.cluster.size:
             raise MeshError(
                 f"{self.mesh} has {self.mesh.size} ranks, and the cluster {self.cluster.name} has {self.cluster.size} "
-                "devices. Give axes whose sizes multiply to that, or a cluster of as many devices."
+                f"devices. Give axes whose sizes multiply to {self.cluster.size}, or a cluster of {self.mesh.size} "
+                "devices."
             )
 
     def __str__(self) -> str:

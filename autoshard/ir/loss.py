@@ -63,7 +63,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 def no_loss(shapes: Sequence[tuple[int, ...]]) -> TraceError:
     """The error for a training step whose model returns tensors of these shapes and no loss."""
     return TraceError(
-        f"A loss is needed (by a training step, or outputs='loss'), but the model returns no floating scalar; it "
-        f"returns tensors of shapes={shapes}. Return the loss (pass labels), pass loss_fn=, or leave the optimizer "
-        "(--optimizer none) and outputs= out."
+        f"A training step, or outputs='loss', needs a loss, but the model returns no floating scalar; it returns "
+        f"tensors of shapes={shapes}. Return the loss (pass labels), pass loss_fn=, or leave out the optimizer "
+        "(--optimizer none) and outputs=."
     )

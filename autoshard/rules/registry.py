@@ -7,6 +7,7 @@ registering an operator twice raises.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.library import CustomOpDef
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import OperatorError
+from autoshard.errors import AutoshardError, InvalidSpecError, OperatorError
 from autoshard.ir.spec import Reduction
 from autoshard.rules.linearity import Range, with_safe_sums
 from autoshard.rules.notation import BoundRule, Carry, Rule, bind
@@ -52,8 +53,11 @@ def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
         if not callable(function):
             raise OperatorError(f"A sharding rule is a function, and {function!r} is a {type(function).__name__}.")
         for target in targets:
-            if target in _rules:
-                raise OperatorError(f"{target} already has a sharding rule: {_rules[target].__qualname__}")
+            if known := _rules.get(target):
+                raise OperatorError(
+                    f"{target} already has a sharding rule: {known.__qualname__}, from {_place(known)}. An operator "
+                    "has one rule; leave one of the two out."
+                )
             _rules[target] = function
         return function
 
@@ -141,11 +145,9 @@ def bound_rule(
         ranges: possible numbers of each tensor operand; by default finite and nonzero.
     """
     function = find_rule(operator)
-    rule = function(*args, **kwargs) if function is not None else None
-    if rule is None:
+    rule = None if function is None else _rule_for_call(operator, function, args, kwargs)
+    if function is None or rule is None:
         return None
-    if isinstance(rule, str):
-        rule = Rule(rule)
     operands = tensor_operands(args, kwargs)
     results = [output for output in outputs if output is not None]
     if any(value.is_complex() for value in (*operands, *results)):
@@ -154,9 +156,41 @@ def bound_rule(
     if wrapped:
         rule = replace(rule, linear=[group for group in rule.linear if wrapped.isdisjoint(group)])
     shapes = [tuple(operand.shape) for operand in operands]
-    bound = bind(rule, shapes, [tuple(output.shape) for output in results])
+    try:
+        bound = bind(rule, shapes, [tuple(output.shape) for output in results])
+    except InvalidSpecError as error:
+        raise InvalidSpecError(f"The sharding rule of {operator}, at {_place(function)}, is wrong: {error}") from error
     bound = replace(bound, padding=padding_of(operator, rule, bound, [operand.dtype for operand in operands]))
     return bound if ranges is None else with_safe_sums(bound, ranges)
+
+
+def _rule_for_call(
+    operator: Any, function: RuleFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Rule | None:
+    """The rule that a rule function returns for a call; `OperatorError` if a user's function fails."""
+    try:
+        rule = function(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, AutoshardError) or (function.__module__ or "").startswith("autoshard."):
+            raise
+        raise OperatorError(
+            f"The sharding rule of {operator}, at {_place(function)}, raised {type(error).__name__}: {error}. It takes "
+            "the operator's arguments, tensors as fake tensors of global shape."
+        ) from error
+    if isinstance(rule, str):
+        return Rule(rule)
+    if rule is not None and not isinstance(rule, Rule):
+        raise OperatorError(
+            f"The sharding rule of {operator}, at {_place(function)}, returned {rule!r}, a {type(rule).__name__}. "
+            "Return a Rule, its notation such as 'i j, j k -> i k', or None for a call that cannot be split."
+        )
+    return rule
+
+
+def _place(function: RuleFunction) -> str:
+    """`rules.py:12`: the file and line of a rule function, or its name."""
+    code = getattr(function, "__code__", None)
+    return repr(function) if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:

@@ -48,7 +48,7 @@ def refuse_host_numbers(
             where = f" ({lines[0]})" if lines else ""
             raise TraceError(
                 f"{type(model).__name__} computes with numbers that it draws from {' and '.join(moved)} in "
-                f"forward{where}: a program would compute every step with those of the first. Draw with torch "
+                f"forward{where}: every step would compute with the numbers of the first step. Draw with torch "
                 "(torch.rand), or outside the model and pass them as a tensor, or switch it off (layerdrop=0.0, say)."
             )
 

@@ -79,7 +79,8 @@ def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
     ):
         found = found.all_input_nodes[0]
     if found.name not in slots:
-        return f"the value {node.name!r}"
+        source = node.meta.get("source")
+        return f"the result of {node.target}" + (f" at {source}" if source else "")
     slot = slots[found.name]
     return f"{slot.kind} {slot.name!r}"
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,8 @@ PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 """Folders of code that is not the user's."""
+_PLANNER = str(Path(__file__).resolve().parents[2] / "passes") + os.sep
+"""Folder of the code that starts a trace. Frames outside it called `compile`, and are no part of the model."""
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -81,6 +84,8 @@ def user_line(frame: FrameType | None) -> str:
     """`model.py:12 in forward`: the innermost frame at or above `frame` outside torch and autoshard, or ""."""
     while frame is not None:
         path = frame.f_code.co_filename
+        if path.startswith(_PLANNER):
+            return ""
         if not path.startswith(PACKAGES) and not path.startswith("<"):
             return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

@@ -276,22 +276,28 @@ def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> Trace
     where = next((line for _, error in failures if (line := line_of_error(error))), "")
     if _reads_values(first):
         cause = (
-            f"{where or 'The model'} reads a value from a tensor, or makes a tensor whose shape depends on values, "
+            f"{where or 'the model'} reads a value from a tensor, or makes a tensor whose shape depends on values, "
             f"that the trace does not have. Give real example inputs (and parameters) instead of meta tensors, or "
             f"use an operator in place of the Python branch (torch.where)."
         )
     else:
         place = module_of_error(first, model)
-        source = f"{where or 'The model'}{'' if place is None else f', module {place[0]} ({type(place[1]).__name__}),'}"
-        cause = f"{source} raised {type(first).__name__} while it was traced.{_way_out(place)}"
-    return TraceError(f"Cannot trace {type(model).__qualname__}. {cause} Tried:\n" + "\n".join(lines))
+        source = (
+            f"{where or 'the model'}{'' if place is None else f', module {place[0]!r} ({type(place[1]).__name__}),'}"
+        )
+        said = _first_line(first).rstrip(".!")
+        cause = f"{source} raised {type(first).__name__}: {said}. {_way_out(place, where)}"
+    refusal = TraceError(f"Cannot trace {type(model).__qualname__}: {cause}")
+    refusal.add_note("Ways of tracing, and how each ended:\n" + "\n".join(lines))
+    return refusal
 
 
-def _way_out(place: tuple[str, nn.Module] | None) -> str:
-    """Advice for a norm that sees one value of each channel, which has no variance."""
+def _way_out(place: tuple[str, nn.Module] | None, where: str) -> str:
+    """Advice; a norm that sees one value of each channel, which has no variance, has its own."""
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
-        return " In training it needs several values of each channel: pass a larger batch, or call .eval()."
-    return ""
+        return "In training it needs several values of each channel: pass a larger batch, or call .eval()."
+    first = "Call the model with these inputs on one device first."
+    return f"{first} If it runs there, {where} cannot be traced; write that line in another way." if where else first
 
 
 _NORMS = (

@@ -180,9 +180,12 @@ def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) 
         for parts in _micro_batches(mesh, recipe, global_batch):
             found.setdefault(parts, []).append(mesh)
     if not found:
+        least = min(meshes, key=_replicas)
+        each = (recipe.micro_batch or 1) * _replicas(least)
         raise RecipeError(
             f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch or 1} x data="
-            f"{_replicas(meshes[0])} on {', '.join(map(str, meshes))}: each replica must run whole micro-batches."
+            f"{_replicas(least)} on {least}: each replica must run whole micro-batches. The next multiple is "
+            f"{(global_batch // each + 1) * each}."
         )
     return dict(sorted(found.items()))
 

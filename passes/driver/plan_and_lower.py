@@ -155,7 +155,10 @@ def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.
     masks = {} if options.recipe is None else restricted(planning, options.recipe)
     roles = restrict_all(planning, options.roles, masks, of_stage=is_stage(planning.space.program))
     if roles is None:
-        raise RecipeError(f"Nothing in the model can be split over {', '.join(options.roles)} as the recipe says.")
+        raise RecipeError(
+            f"Nothing in the model can be split over {', '.join(options.roles)} as the recipe says. Leave these fields "
+            "free (None)."
+        )
     both = {**roles, **{variable: mask & roles.get(variable, mask) for variable, mask in allowed.items()}}
     for variable, mask in both.items():
         if not mask.any():

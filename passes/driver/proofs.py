@@ -40,7 +40,9 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
     """Prove again every program compiled so far, see `autoshard.verify`."""
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     if not isinstance(sharded, ShardedModule):
-        raise TraceError(f"verify(...): a {type(sharded).__name__} is not compiled; pass what autoshard.compile gave.")
+        raise TraceError(
+            f"verify(...): a {type(sharded).__name__} is not compiled; pass the result of autoshard.compile."
+        )
     last = sharded.program
     if last is None:
         raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")

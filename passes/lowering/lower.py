@@ -59,8 +59,9 @@ def check_digest(plan: Plan, program: Program) -> None:
     digest = program.digest()
     if digest != plan.program_digest:
         raise PlanMismatchError(
-            f"the plan is for another model or other inputs: it is for program {plan.program_digest} with "
-            f"inputs {dict(plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
+            "The plan is for another model or other inputs, loss or optimizer. The plan's program is "
+            f"{plan.program_digest} with inputs {dict(plan.inputs)}; the program of this call is {digest}. Plan again "
+            "with the arguments of this call, or load a plan that was made with them."
         )
 
 
@@ -244,8 +245,8 @@ def _check_strides(node: fx.Node, operand: Any) -> None:
     traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.node.meta["val"].stride()
     if traced != local:
         raise NotAvailableError(
-            f"{node.target} (node {node.name!r}, from {node.meta.get('source') or 'an unknown line'}) reads memory by "
-            f"strides, and its operand has strides {local} on each device where the model has {traced}. Write it with "
+            f"{node.target}, from {node.meta.get('source') or 'an unknown line'}, reads memory by strides, and "
+            f"its operand has strides {local} on each device where the model has {traced}. Write it with "
             "view, unfold or slicing, or constrain its operand to stay whole."
         )
 

@@ -66,7 +66,8 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
         said = " x ".join(f"{name}={size}" for name, size in asked.items() if size is not None)
         experts = f" with expert={recipe.expert} among those of data" if is_several(recipe.expert) else ""
         raise RecipeError(
-            f"{said}{experts} does not make {devices} devices; give axes that do, or leave one free (None)."
+            f"{said}{experts} does not make {devices} devices. Give sizes that multiply to {devices}, or leave one "
+            "free (None)."
         )
     return found
 
@@ -144,5 +145,8 @@ def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
         ("pipeline", PIPELINE_AXIS, recipe.pipeline, pipeline_ranks(mesh)),
     ):
         if asked not in (None, found):
-            raise RecipeError(f"{name}={asked}, but the mesh {mesh} has {found} ranks along '{axis}'.")
+            raise RecipeError(
+                f"{name}={asked}, but the mesh {mesh} has {found} ranks along '{axis}'. Leave {name} free (None), or "
+                f"take a mesh with {asked} ranks along '{axis}'."
+            )
     _check_stages(recipe, pipeline_ranks(mesh), f"The mesh is {mesh}; stages take an axis named 'pipeline'.")

@@ -27,7 +27,7 @@ from passes.solver.messages import Messages
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
 from passes.solver.solve_milp import Effort, solve_milp
-from passes.strategies.enumerate_strategies import SearchSpace
+from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem is small."""
@@ -146,9 +146,9 @@ class Search:
         if least is None:
             would_do = "A sufficient budget is not known."
         else:
-            would_do = f"{least:.0f} bytes ({format_bytes(least)}) would do; whether fewer would is not known."
+            would_do = f"{least:.0f} bytes ({format_bytes(least)}) are enough; fewer may be."
         return DoesNotFitError(
-            f"no plan was found that fits for {planning.space.mesh} in memory_budget={limit:.0f} bytes "
+            f"No plan was found that fits for {planning.space.mesh} in memory_budget={limit:.0f} bytes "
             f"({format_bytes(limit)}) per device. "
             f"{would_do} {_largest(planning)} Use more devices, a smaller batch, or fewer constraints.",
             smallest_bytes=0 if least is None else int(np.ceil(least)),
@@ -181,5 +181,14 @@ def _largest(planning: Searchable) -> str:
     sizes = {key: math.prod(sites[key[0]].results[key[1]].shape) for key in planning.liveness.values}
     sizes = {key: count * sites[key[0]].results[key[1]].itemsize for key, count in sizes.items()}
     largest = sorted(sizes, key=lambda key: -sizes[key])[:3]
-    names = ", ".join(f"{name} ({format_bytes(sizes[name, result])})" for name, result in largest)
+    slots = {slot.node: slot.name for slot in planning.space.program.inputs}
+    names = ", ".join(f"{_title(sites[key[0]], slots)} ({format_bytes(sizes[key])})" for key in largest)
     return f"The largest tensors, before they are split: {names}."
+
+
+def _title(site: Site, slots: Mapping[str, str]) -> str:
+    """A tensor's name in words of the user: a parameter, an input, or the result of a line of the model."""
+    if site.node is None or site.name in slots:
+        return slots.get(site.name, site.name)
+    source = site.node.meta.get("source")
+    return f"a result of {site.node.target}" + (f" at {source}" if source else "")

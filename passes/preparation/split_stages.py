@@ -65,13 +65,14 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
             maker = assignment.stage[node]
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 raise NotAvailableError(
-                    f"Node {node.name!r} ({node.meta.get('source') or 'an unknown line'}) is no tensor, and stages "
-                    f"{maker} and {stage.number} would have to share it. Use a smaller axis 'pipeline'."
+                    f"The result of {node.target}, from {node.meta.get('source') or 'an unknown line'}, is no tensor, "
+                    f"and stages {maker} and {stage.number} would have to share it. Use a smaller axis 'pipeline'."
                 )
             if maker < stage.number and node.meta.get("phase") == "backward":
                 raise NotAvailableError(
-                    f"Node {node.name!r} ({node.meta.get('source') or 'an unknown line'}) of the backward, in stage "
-                    f"{maker}, would have to go up the pipeline to stage {stage.number}. Use a smaller axis 'pipeline'."
+                    f"The result of {node.target}, from {node.meta.get('source') or 'an unknown line'}, of the "
+                    f"backward, in stage {maker}, would have to go up the pipeline to stage {stage.number}. "
+                    "Use a smaller axis 'pipeline'."
                 )
             name = crossing_name(node.name, is_of_weights=node in assignment.derived)
             found[node, stage.number] = Crossing(name, maker, stage.number, maker < stage.number)

@@ -57,7 +57,7 @@ def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
     if stages > 1 and blocks < stages:
         raise RecipeError(
             f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
-            f"{blocks} blocks."
+            f"{blocks} blocks. Take fewer stages; the blocks are the entries of the model's nn.ModuleList."
         )
     return even_blocks(blocks, stages)
 

@@ -56,7 +56,8 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     if recipe.devices != cluster.size:
         raise RecipeError(
             f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
-            f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
+            f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}. "
+            f"Take sizes that multiply to {cluster.size}, or a cluster of {recipe.devices} devices."
         )
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 

@@ -258,11 +258,11 @@ class EnumerateStrategies:
 
 def no_rule_message(node: fx.Node) -> str:
     """Return the error message for a call without a rule, with the user's line."""
-    line = node.meta.get("source") or "an unknown line"
+    line = node.meta.get("source")
     return (
-        f"strict=True, but operator {node.target} (node {node.name!r}, from {line}) has no sharding rule; "
-        "write one with @autoshard.sharding_rule, let autoshard.infer_rule find one, or compile with strict=False "
-        "to run it whole on every device."
+        f"strict=True, but operator {node.target}{f' at {line}' if line else ''} has no sharding rule. Write one with "
+        "@autoshard.sharding_rule, let autoshard.infer_rule find one, or compile with strict=False to run the operator "
+        "whole on every device."
     )
 
 

@@ -162,7 +162,7 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data"), "must read AXIS=SIZE"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f12"), "precision='f12' is unknown"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f16"), "Train with precision='bf16'"),
-        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "would do"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "are enough"),
         (
             ("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "-1"),
             "--memory-gib -1 must be a number above",

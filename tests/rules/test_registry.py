@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import OperatorError
+from autoshard.errors import InvalidSpecError, OperatorError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import has_rule, sharding_rule, strategies
 from autoshard.rules.registry import bound_rule, evaluate
@@ -24,6 +24,25 @@ def test_a_second_rule_raises() -> None:
     """An operator has one rule."""
     with pytest.raises(OperatorError, match=r"aten.mm.default already has a sharding rule: mm"):
         sharding_rule(aten.mm.default)(lambda a, b: None)
+
+
+@pytest.mark.parametrize(
+    ("number", "result", "error", "message"),
+    [
+        (1, 3, OperatorError, r"mistaken1\.default, at test_registry\.py:\d+, returned 3, a int\. Return a Rule"),
+        (2, "i j -> k", InvalidSpecError, r"mistaken2\.default, at test_registry\.py:\d+, is wrong: rule 'i j -> k'"),
+    ],
+)
+def test_a_mistaken_rule_is_named(number: int, result: Any, error: type[Exception], message: str) -> None:
+    """A rule with a wrong result is refused with its operator and the line of its function."""
+    operator = torch.library.custom_op(f"autoshard_tests::mistaken{number}", mutates_args=())(_flipped)
+    sharding_rule(operator)(lambda x: result)
+    with pytest.raises(error, match=message):
+        bound_rule(operator._opoverload, (tensor(4),), {}, (tensor(4),))
+
+
+def _flipped(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
 
 
 def test_an_operator_without_rule_is_replicated() -> None:

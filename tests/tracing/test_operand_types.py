@@ -83,15 +83,17 @@ def test_products_of_one_type_are_traced() -> None:
     trace(Layers().double(), (INTEGERS.double(),))
 
 
-def test_values_of_unlike_types_are_refused_by_their_nodes() -> None:
-    """A computed operand of an unlike type is refused with the name of its node."""
+def test_values_of_unlike_types_are_refused_by_their_lines() -> None:
+    """A computed operand of an unlike type is refused with the operator and line that made it."""
 
     class Product(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return (x + y) @ x.to(torch.float64).T
 
     with pytest.raises(
-        TraceError, match=r"takes the value 'add' of torch\.float32 and the value 'permute' of torch\.float64"
+        TraceError,
+        match=r"takes the result of aten\.add\.Tensor at test_operand_types\.py:\d+ in forward of torch\.float32 "
+        r"and the result of aten\.permute\.default at test_operand_types\.py:\d+ in forward of torch\.float64",
     ):
         trace(Product(), (torch.ones(2, 2), torch.ones(2, 2)))
 

@@ -115,7 +115,7 @@ def test_the_prediction_is_the_objective_less_what_overlap_hides() -> None:
 
 def test_a_limit_that_nothing_meets_names_the_smallest_that_would() -> None:
     """The error carries a limit; planning under that limit succeeds."""
-    with pytest.raises(DoesNotFitError, match="would do") as caught:
+    with pytest.raises(DoesNotFitError, match="are enough; fewer may be") as caught:
         plan_of(4, 64, {"x": 2}, memory_budget=1e6)
     smallest = caught.value.smallest_bytes
     assert plan_of(4, 64, {"x": 2}, memory_budget=smallest).predicted.peak_memory_bytes <= smallest
@@ -170,7 +170,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
     """The message names both programs."""
     mesh = Mesh({"x": 2})
     plan = plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions())
-    with pytest.raises(PlanMismatchError, match="the plan is for another model or other inputs"):
+    with pytest.raises(PlanMismatchError, match="The plan is for another model or other inputs"):
         lower_program(perceptron_program(batch=4), plan)
 
 

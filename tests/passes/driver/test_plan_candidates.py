@@ -100,9 +100,9 @@ def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
 @pytest.mark.parametrize(("recompute", "is_named"), [("none", True), ("full", False), (None, False)])
 def test_what_does_not_fit_may_with_recomputation(recompute: Any, is_named: bool) -> None:
     """A model may fit with recomputation; the error names the way if the recipe recomputes nothing."""
-    planner = PlannerOf({1: DoesNotFitError("no plan was found that fits.", smallest_bytes=7)})
+    planner = PlannerOf({1: DoesNotFitError("No plan was found that fits.", smallest_bytes=7)})
     recipe = Recipe(data=1, micro_batch=8, recompute=recompute)
-    with pytest.raises(DoesNotFitError, match=r"no plan was found that fits\.") as raised:
+    with pytest.raises(DoesNotFitError, match=r"No plan was found that fits\.") as raised:
         planned(planner, candidates_of(recipe, [ALONE], 8))
     assert ("recompute=None" in str(raised.value)) is is_named
     assert raised.value.smallest_bytes == 7

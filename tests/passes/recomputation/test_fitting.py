@@ -79,7 +79,7 @@ def trained() -> PlanningProblem:
 
 def check_the_error(planning: PlanningProblem, *, recompute: bool, seconds: float = 300.0) -> None:
     """The memory that an error names is enough, and was not there."""
-    with pytest.raises(DoesNotFitError, match="would do") as caught:
+    with pytest.raises(DoesNotFitError, match="are enough") as caught:
         found_within(planning, 1.0, recompute=recompute, seconds=seconds)
     smallest = caught.value.smallest_bytes
     assert found_within(planning, smallest, recompute=recompute, seconds=seconds).peak_bytes(peak_of) <= smallest
