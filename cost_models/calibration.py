@@ -232,7 +232,10 @@ def _group_sizes(ranks: int) -> list[int]:
 def _measure_collectives(
     groups: Sequence[tuple[int, int]], ranks: int, calls: CollectiveCalls, budget_s: float, note: _Note
 ) -> dict[str, float]:
-    """Seconds by "collective.group size.bytes" for pairs of group size and bytes; groups of one size run at once."""
+    """Seconds of collectives for pairs of group size and bytes, by "collective.group size.bytes".
+
+    Groups of the same size run at the same time.
+    """
     measured: dict[str, float] = {}
     for size in dict.fromkeys(size for size, _ in groups):
         group = _group_of(size, ranks)
@@ -305,7 +308,10 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Seconds of one turn of `PRODUCTS` with `then` after each group; all ranks begin it together."""
+    """Seconds of one turn. It runs as many products as `PRODUCTS` says, and calls `then` after each number of them.
+
+    All ranks begin the turn together.
+    """
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -362,7 +368,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """log(predicted / measured) of each sample. It is zero unless a larger sample was faster than a smaller one."""
+    """For each sample, log(predicted / measured): zero, unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -371,7 +377,7 @@ def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: M
 
 
 def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
-    """FLOP/s beyond the launch: the median over the sizes."""
+    """FLOP/s of matrix products of a dtype: the median over the measured sizes. The launch's time is subtracted."""
     rates = []
     for key, seconds in measured.items():
         if key.startswith(f"matmul.{dtype}."):

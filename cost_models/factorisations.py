@@ -28,13 +28,13 @@ def lu_flops(m: int, n: int) -> float:
 
 
 def qr_flops(m: int, n: int) -> float:
-    """Householder, R only: 2 n^2 (m - n / 3), m >= n."""
+    """QR with Householder reflectors that computes R only: 2 n^2 (m - n / 3) for m >= n."""
     high, low = max(m, n), min(m, n)
     return 2 * low**2 * (high - low / 3)
 
 
 def q_flops(m: int, k: int) -> float:
-    """[m, k] with orthonormal columns from k reflectors: 2 k^2 (m - k / 3)."""
+    """FLOPs to build Q, [m, k] with orthonormal columns, from k reflectors: 2 k^2 (m - k / 3)."""
     return 2 * k**2 * (m - k / 3)
 
 
@@ -46,7 +46,7 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """One blocked algorithm over a batch, with `columns / panel` sequential steps."""
+    """The work of a blocked algorithm on a batch of matrices. It takes `columns / panel` sequential steps."""
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)
@@ -54,7 +54,7 @@ def _factor(
 
 
 def _register(flops: Callable[[int, int], float], *names: str) -> None:
-    """A factorisation of the first operand alone."""
+    """Register the cost of operators that factorise their first operand; `flops` counts one matrix."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, rows, columns = _matrix(inputs[0])
@@ -75,9 +75,9 @@ _register(q_flops, "aten.linalg_householder_product.default")
 
 @operator_cost("aten.linalg_matrix_exp.default")
 def matrix_exp(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Taylor polynomial of degree 18 with 5 products, then squarings (Bader, Blanes, Casas 2019); two are assumed.
+    """A Taylor polynomial of degree 18, which takes 5 matrix products, then squarings (Bader, Blanes, Casas 2019).
 
-    The number of squarings is log2 of the norm, which only the values tell.
+    The number of squarings is log2 of the matrix's norm. The norm depends on the values, so two squarings are assumed.
     """
     batch, n, _ = _matrix(inputs[0])
     return _factor(inputs, outputs, batch * 7 * 2 * n**3, n, extra_bytes=6 * size_bytes(inputs), panel=max(1, n // 7))
@@ -85,14 +85,17 @@ def matrix_exp(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._linalg_solve_ex.default")
 def solve(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """LU and two triangular solves: 2/3 n^3 + 2 n^2 r."""
+    """LU and two triangular solves for r right-hand sides: 2/3 n^3 + 2 n^2 r."""
     batch, n, _ = _matrix(inputs[0])
     columns = _right_hand_sides(inputs[1], batch * n)
     return _factor(inputs, outputs, batch * (lu_flops(n, n) + 2 * n * n * columns), n)
 
 
 def _register_triangular(matrix: int, right: int, factor: float, *names: str) -> None:
-    """Triangular solves: factor * n^2 for each right-hand side. `matrix` and `right` are operand indices."""
+    """Register the cost of triangular solves: factor * n^2 FLOPs for each right-hand side.
+
+    `matrix` and `right` are the indices of the matrix and of the right-hand sides among the operands.
+    """
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, n, _ = _matrix(inputs[matrix])
@@ -109,13 +112,16 @@ _register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default", "aten.linalg_ldl
 
 
 def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:
-    """Columns per matrix of a right-hand side over matrices with `rows` rows in all."""
+    """The number of right-hand sides of each matrix in a batch. The batch has `rows` rows in all."""
     return max(1, prod(tensor.shape) // max(1, rows))
 
 
 @operator_cost("aten._linalg_eigh.default")
 def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Symmetric: 4/3 n^3 for the values, 9 n^3 with vectors. arguments: (A, UPLO, compute_v)."""
+    """Eigenvalues of a symmetric matrix: 4/3 n^3, with eigenvectors 9 n^3.
+
+    arguments: (A, UPLO, compute_v).
+    """
     vectors = bool(arguments[2]) if len(arguments) > 2 else True
     batch, n, _ = _matrix(inputs[0])
     flops = batch * (9 if vectors else 4 / 3) * n**3
@@ -124,14 +130,19 @@ def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_eig.default")
 def eig(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """General, Hessenberg and shifted QR with vectors: 25 n^3 (Golub, Van Loan, section 7.5)."""
+    """Eigenvalues and eigenvectors of a general matrix: 25 n^3 (Golub, Van Loan, section 7.5).
+
+    The matrix is reduced to Hessenberg form; then shifted QR steps follow.
+    """
     batch, n, _ = _matrix(inputs[0])
     return _factor(inputs, outputs, batch * 25 * n**3, n, extra_bytes=3 * _trailing_bytes(inputs[0]), panel=1)
 
 
 @operator_cost("aten._linalg_svd.default")
 def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """m >= n: values 4 m n^2 - 4/3 n^3, with vectors 6 m n^2 + 20 n^3 (reduced) or 4 m^2 n + 8 m n^2 + 9 n^3 (full).
+    """Singular values for m >= n: 4 m n^2 - 4/3 n^3.
+
+    With singular vectors: 6 m n^2 + 20 n^3 (reduced) or 4 m^2 n + 8 m n^2 + 9 n^3 (full matrices).
 
     arguments: (A, full_matrices, compute_uv).
     """
@@ -148,7 +159,7 @@ def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """A reduced decomposition into singular values and vectors, and the product of its parts, 2 m n^2 more."""
+    """A reduced singular value decomposition, and 2 m n^2 for the product of its parts."""
     batch, rows, columns = _matrix(inputs[0])
     m, n = max(rows, columns), min(rows, columns)
     flops = batch * (6 * m * n * n + 20 * n**3 + 2 * m * n * n)
@@ -156,13 +167,16 @@ def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _trailing_bytes(matrix: TensorInfo) -> float:
-    """Bytes that n matrix-vector products on shrinking trailing matrices read: n / 3 matrices."""
+    """Bytes that n matrix-vector products read. Their matrices shrink, so they read n / 3 times the whole matrix."""
     return size_bytes((matrix,)) * min(matrix.shape[-2:]) / 3
 
 
 @operator_cost("aten.linalg_lstsq.default")
 def least_squares(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """QR, the reflectors on the right-hand sides, a triangular solve: 2 n^2 (m - n/3) + r (4 m n - n^2)."""
+    """Least squares by QR with r right-hand sides: 2 n^2 (m - n/3) + r (4 m n - n^2).
+
+    After QR, the reflectors are applied to the right-hand sides, and a triangular solve follows.
+    """
     batch, m, n = _matrix(inputs[0])
     columns = _right_hand_sides(inputs[1], batch * m)
     low = min(m, n)

@@ -1,7 +1,8 @@
 """FLOPs and bytes of whole recurrent layers and fused transformer blocks (entries of `counting.TABLE`).
 
-A recurrent layer multiplies the whole sequence with its input weights at once, and each step with its hidden weights.
-The T steps are sequential. Cells with the products outside (`_thnn_fused_lstm_cell`) are pointwise.
+A recurrent layer multiplies the whole sequence with its input weights at once. At each of the T time steps it
+multiplies the state with its hidden weights. The time steps run one after the other. A cell such as
+`_thnn_fused_lstm_cell` gets the products as operands, so it is pointwise.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Arguments = tuple[object, ...]
     *("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten.miopen_rnn.default"),
 )
 def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """inputs: the sequence [T, B, I] or [B, T, I], states, weights. Matrices among the weights are [gates * H, in].
+    """The work of whole layers. inputs: the sequence [T, B, I] or [B, T, I], states, weights [gates * H, in].
 
-    Each weight meets all T * B tokens once. Hidden weights are [gates * H, H] and meet the tokens step by step. Either
-    of the first two dims may be time. The FLOPs are equal, and the longer dim gives the number of steps.
+    Each weight is multiplied with all T * B tokens once; hidden weights, [gates * H, H], step by step. The first or the
+    second dim of the sequence is time. The FLOPs are equal in both cases; the longer dim counts as time.
     """
     first, second, _ = inputs[0].shape
     steps, rows = max(first, second), min(first, second)
@@ -38,7 +39,7 @@ def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) ->
 
 @operator_cost("aten.mkldnn_rnn_layer_backward.default", "aten._cudnn_rnn_backward.default")
 def recurrent_layers_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Twice the products of the forward: gradients of the inputs and of the weights."""
+    """Twice the work of the forward, because the gradients of inputs and of weights each take as many products."""
     forward = recurrent_layers(inputs, outputs, arguments)
     return forward._replace(flops=2 * forward.flops, products=2 * forward.products)
 
@@ -55,7 +56,11 @@ def _register_recurrent(name: str) -> None:
     forward_launches, backward_launches = LAUNCHES[name]
 
     def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """inputs: ([B, T, gates H], state [B, P], ...). Each step has a product with [gates H, P], and with [P, H]."""
+        """inputs: ([B, T, gates H], state [B, P], ...).
+
+        Each time step multiplies the state with the hidden weights, [gates H, P]. If P differs from H, each time step
+        also multiplies with the projection, [P, H].
+        """
         batch, steps, gates = inputs[0].shape
         fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -65,7 +70,8 @@ def _register_recurrent(name: str) -> None:
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         """outputs: ([B, T, gates H], state [B, P], ...).
 
-        Each step has a product, and each weight one over all steps.
+        For each weight, each time step has one product for the state's gradient. The weight's own gradient is one
+        product over all time steps.
         """
         batch, steps, gates = outputs[0].shape
         fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
@@ -86,7 +92,7 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """Steps are sequential, so each product runs alone on the device, and reads the weights anew."""
+    """The work of time steps one after the other: each product runs alone on the device and reads its weights again."""
     flops = sum(product.flops for product in products)
     reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
     read, written = size_bytes(inputs) + reread, size_bytes(outputs)
@@ -99,7 +105,10 @@ for _name in LAUNCHES:
 
 @operator_cost("aten._native_multi_head_attention.default")
 def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (query [B, T, E], key, value, embed_dim, num_head, ...): 4 E^2 a token, and attention."""
+    """4 E^2 multiplications for each token, and attention.
+
+    arguments: (query [B, T, E], key, value, embed_dim, num_head, ...).
+    """
     batch, length, width = inputs[0].shape
     products = (MatmulShape(batch * length, 3 * width, width), MatmulShape(batch * length, width, width))
     return _block(inputs, outputs, products, batch, length, width, int(arguments[4]))  # type: ignore[call-overload]
@@ -123,7 +132,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """The products, with those of attention as batched products, whose scores stay on the chip."""
+    """The work of the given products and of attention's two batched products. Scores are not written to memory."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

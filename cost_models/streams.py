@@ -5,7 +5,7 @@ order. Computation runs on one stream, one operation after the other. A communic
 
 * It starts when its operands are computed and its stream is free; streams run their operations in order of issue.
 * Only its readers wait for it. Operations of a later segment, and the end of the step, wait for all communication.
-* Communication that needs nothing of the step is issued `prefetch` segments early, at the start of that segment. FSDP
+* Communication that needs no result of the step is issued `prefetch` segments early, at the start of that segment. FSDP
   gathers parameters in this way (Zhao et al. 2023).
 * While any communication runs, computation takes (1 + slowdown) times as long: both use the same processors and memory.
 * The host issues operations in program order, `dispatch_s` apart, ahead of the device. No operation starts before its
@@ -36,13 +36,13 @@ class Op(NamedTuple):
 
     Args:
         name: name in the trace.
-        label: class of its time ("forward"; for a communication, the mesh axis).
-        seconds: its time alone.
+        label: the entry of `StreamTimes` to which its time is added: "forward"; for a communication, its mesh axis.
+        seconds: its time while nothing else runs.
         stream: COMPUTE, or the class of links of a communication.
         needs: indices of earlier operations of the segment. A communication lists the makers of its operands; a
             computation lists the communications that it waits for. (Computations are ordered anyway.)
-        early: whether it is a communication that needs nothing of the step.
-        launches: number of launches by the host; 0 for views.
+        early: whether it is a communication that needs no result of the step, such as a gather of parameters.
+        launches: number of kernels that the host launches; 0 for views.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the step; `is_barrier`: begins only when all communication before it is done (the update)."""
+    """A part of the step. `is_barrier`: the part waits for all earlier communication, as the update does."""
 
     name: str
     ops: tuple[Op, ...]
@@ -68,7 +68,7 @@ class Overlap:
     """Overlap of communication with computation in a runtime.
 
     Args:
-        prefetch: segments by which parameters are gathered ahead of their use.
+        prefetch: the number of segments by which a gather of parameters precedes their use.
         slowdown: computation beside communication takes 1 + slowdown times as long.
     """
 
@@ -97,7 +97,7 @@ def beside(computation_s: float, communication_s: float) -> float:
 
 
 def slowed(computation_s: float, communication_s: float) -> float:
-    """Seconds that communication beside it adds to computation."""
+    """Seconds by which communication slows the computation beside it."""
     return measured_slowdown() * min(computation_s, communication_s)
 
 
@@ -117,8 +117,8 @@ class StreamTimes:
 
     Args:
         total_s: time of the step, the sum of `compute_s`, `slowdown_s`, `exposed_s` and `host_s`.
-        compute_s: by label of computation, its time alone.
-        slowdown_s: time that communication beside it adds to computation.
+        compute_s: by label of computation, its time if nothing ran beside it.
+        slowdown_s: time by which communication slows the computation beside it.
         exposed_s: by label of communication, the time in which computation waits for it.
         host_s: the time in which the device waits for the host to issue an operation.
         communication_s: by label of communication, its time; all but the exposed time is overlapped.
@@ -173,7 +173,7 @@ def simulate_streams(
 
 
 class _Chain(NamedTuple):
-    """Operations of one stream that run back to back: `launches` n, `seconds` d, and the host's delay.
+    """Operations of one stream that run back to back: n launches, d seconds, and the host's delay.
 
     A chain that starts at clock c with the host at h ends at max(c + d, h + lag). Here lag = max over i of (i *
     dispatch + the seconds from operation i on).
@@ -194,7 +194,7 @@ class _Chain(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A segment ready to run: communications stand right after their operands, early communications separately."""
+    """A segment ready to run. Each communication follows its last operand; early communications are listed apart."""
 
     name: str
     is_barrier: bool
@@ -204,7 +204,7 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Order and compress a segment; operations keep their indices, a merged operation has that of its last part."""
+    """Order and compress a segment. Operations keep their indices; a merged one has that of its last part."""
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
     if overlaps:
@@ -220,12 +220,12 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
-    """Index of the last computation that a communication needs, through other communications; -1 for none."""
+    """Index of the last computation that a communication needs, directly or through other communications; -1: none."""
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
 def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
-    """Merge runs of computation, cut at waits for communication and at communications."""
+    """Merge neighbouring computations into one. A communication, or a wait for one, ends a merged computation."""
     merged: list[tuple[int, _Chain]] = []
     for index, chain in ordered:
         waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
@@ -238,8 +238,9 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
 
 @dataclass(slots=True)
 class _Stream:
-    """The finished and running work of a communication stream: (start, end, label) in order; `first` may still run
-    at the clock.
+    """The communications of a stream, finished or running, as (start, end, label) in order.
+
+    `first` is the index of the first one that may still run.
     """
 
     ran: list[tuple[float, float, str]] = field(default_factory=list)
@@ -252,7 +253,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _StreamState:
-    """The state of a simulation; `clock` is when the compute stream is free, `host` when the host is."""
+    """The state of a simulation. The compute stream is free from `clock` on, the host from `host` on."""
 
     segments: Sequence[_Compiled]
     overlap: Overlap | None
@@ -302,7 +303,7 @@ class _StreamState:
         )
 
     def _issue_early(self, number: int) -> None:
-        """Issue communication for segment `number` that needs nothing of the step."""
+        """Issue the communication of segment `number` that needs no result of the step."""
         done = self.early[number] = {}
         for index, op in self.segments[number].early:
             ready = max((done[need][1] for need in op.needs), default=self.clock)

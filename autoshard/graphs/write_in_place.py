@@ -1,8 +1,8 @@
 """Results that overwrite inputs: an update writes over the parameter and the state that it updates.
 
-Before → after: `p' = f(p)`, a result, → `p.copy_(f(p))` after the last use of `p`, and `p` is the result. An
-optimizer's update `p', m' = update(p, g, m)` becomes `update_(p, g, m)` if nothing reads the overwritten values later,
-directly or through a view. Values that are read later are copied first.
+Before: the graph returns a new value `p' = f(p)`. After: the graph runs `p.copy_(f(p))` after the last use of `p`, and
+returns `p`. An optimizer's update `p', m' = update(p, g, m)` becomes `update_(p, g, m)`. A value that is read later,
+directly or through a view, is copied first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autoshard.graphs.lazy_module import lazy_module
 _aten = torch.ops.aten
 _UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
 _GRADIENT = 1
-"""Index of the gradient, which is only read. All operands around the gradient are returned updated."""
+"""Index of the gradient among the operands of an update. The update changes all operands around the gradient."""
 
 
 def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
     """Return a copy of a graph in which some results overwrite inputs.
 
     Args:
-        graph_module: functional; placeholders are not views of each other.
-        written: index of a result to index of its overwritten placeholder.
+        graph_module: a graph without in-place operators; its placeholders are not views of each other.
+        written: for the index of a result, the index of the placeholder that the result overwrites.
     """
     return lazy_module(graph_module, written_in_place(graph_module.graph, written))
 
@@ -88,7 +88,7 @@ class _Writing:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
-        """Let the update overwrite its operands, or copies of operands with later readers."""
+        """Let the update overwrite its operands. If an operand is read later, the update overwrites a copy of it."""
         selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
         operands = [index for index in range(max(1, count) + 1) if index != _GRADIENT]

@@ -25,17 +25,17 @@ _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """The name of a crossing value's slots, from its node."""
+    """The name of an input or result whose value crosses stages, made from the name of the value's node."""
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
 
 def crosses_stages(name: str) -> bool:
-    """Whether a slot's name is that of a crossing value."""
+    """Whether an input or result of this name is a value that crosses stages."""
     return name.startswith(_CROSSING)
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether a slot's name is that of a crossing value computed from parameters alone."""
+    """Whether an input or result of this name crosses stages and is computed from parameters alone."""
     return name.startswith(_WEIGHTS)
 
 
@@ -63,7 +63,7 @@ class CutProgram:
     Args:
         stages: program of each stage, with global shapes: forward, backward, and gradients of its own parameters.
         crossings: the values that cross stages.
-        cuts: name of each stage's first call in the forward, except the first stage's.
+        cuts: for each stage after the first, the name of its first call in the forward.
     """
 
     stages: tuple[Program, ...]
@@ -76,10 +76,10 @@ class StageProgram:
     """Lowered program of a stage, with its plan.
 
     Args:
-        phased: its phases.
-        plan: its plan.
-        is_alike: whether the phases were lowered for an equal stage and only renamed. They serve to predict time and
-            memory, and do not run.
+        phased: the stage's phases.
+        plan: the stage's plan.
+        is_alike: whether the phases are those of an equal stage under other names. Such phases only serve to predict
+            time and memory.
     """
 
     phased: PhasedProgram
@@ -111,7 +111,7 @@ class StagedProgram:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def made(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
-        """The slot of a crossing value in its maker's program."""
+        """The result of the maker's program that is sent to another stage under this name."""
         kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
         slots = self.stages[maker].phased.lowered.outputs
         return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))

@@ -9,9 +9,9 @@ Operands and results are those of `autoshard::experts`, for a rank's own tokens 
 experts over the whole group, which has `experts` of them.
 
 `exchanged_experts_keeping` also returns values that the backward would otherwise receive and compute a second time.
-They are the arrived rows, [R, H], and their first products u, [R, g I], both in the order of experts. The numbers of
-sent and arrived rows, [2, ranks, experts of a rank], are returned on the host. `exchanged_experts_kept_backward` takes
-these values. R depends on the routers' choices; the fake value has the mean.
+They are the arrived rows, [R, H], and u, [R, g I], the rows' products with `gate_up`. Both are sorted by expert. The
+numbers of sent and arrived rows, [2, ranks, experts of a rank], are returned on the host.
+`exchanged_experts_kept_backward` takes these values. R depends on the routers' choices; the fake value has the mean.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from autoshard.kernels.experts import (
 )
 
 Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
-"""Steps that return tensors in transit."""
+"""Steps that send tensors, and return them before they have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The routes of rows to experts.
+    """Which rows this rank sends to the experts of other ranks, and which rows arrive here.
+
+    An assignment is a pair of a token and one of its k experts; T tokens have T k assignments.
 
     Args:
-        order: for each sent row, in the order of experts, its assignment among T k.
+        order: the assignments of the sent rows, by index among T k, sorted by expert.
         sent, received: the number of rows to each rank, and from each.
-        arrived: the experts of arriving rows, in the order of ranks and then of experts.
+        arrived: the experts of arriving rows. Rows arrive sorted by sending rank, then by expert.
     """
 
     order: Tensor
@@ -59,7 +61,7 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """The route of assignments that `order` sorts by expert; `counts` is the result of `_counted`."""
+        """Make a route. `order` sorts this rank's assignments by expert; `counts` is the result of `_counted`."""
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()
         ids = torch.arange(held, device=order.device).repeat(ranks)
@@ -67,23 +69,23 @@ class Route:
         return cls(order[: sum(sent)], sent, received, group_by_expert(ids, held))
 
     def there(self, *tensors: Tensor) -> Travelling:
-        """Send rows of assignments to their experts; `take` returns the arrived rows."""
+        """Send a row for each assignment to the rank of its expert; `take` returns the arrived rows."""
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
     def take(self, pending: list[Tensor]) -> Tensor:
-        """Wait for the first tensor in transit, remove it from the list, and return it in the order of experts."""
+        """Wait for the first tensor in transit, remove it from the list, and return its rows sorted by expert."""
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
     def back(self, *tensors: Tensor) -> Travelling:
-        """Send rows sorted by expert back to their ranks, where they arrive in the order of `order`."""
+        """Send rows, sorted by expert, back to the ranks of their tokens. They arrive there in the order `order`."""
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
         del tensors
         return (yield Exchange(rows, self.received, self.sent, is_awaited=False))
 
 
 def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
-    """Numbers of rows to each expert of each rank, and from each rank to each local expert: [2, ranks, held]."""
+    """Count rows from here to each rank's experts, and from each rank to the experts here: [2, ranks, held]."""
     counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
     ones = [1] * counts.shape[0]
     (arriving,) = yield Exchange([counts], ones, ones)
@@ -95,7 +97,7 @@ def _forward(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     *constants: Any,
 ) -> Generator[Exchange, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
-    """The result; if it `keeps` them, also rows, first products and counts."""
+    """The steps of the forward. They return the experts' results and, with `keeps`, also rows, u and counts."""
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
@@ -129,7 +131,7 @@ def backward_steps(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_backward`; the first product runs while the results' gradients are in transit."""
+    """The steps of `exchanged_experts_backward`. u is computed while the results' gradients are in transit."""
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
     route = Route.of(groups.order, (yield from _counted(groups, held.count)))
@@ -145,7 +147,7 @@ def kept_backward_steps(
     grad_out: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
     rows: Tensor, u: Tensor, counts: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_kept_backward`; the gate runs while the results' gradients are in transit."""
+    """The steps of `exchanged_experts_kept_backward`. The gate runs while the results' gradients are in transit."""
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
     pending = yield from route.there(
@@ -157,13 +159,16 @@ def kept_backward_steps(
 def _gradients(
     held: ExpertWeights, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor
 ) -> Steps:
-    """Gradients of x, weights and matrices; those of matrices are computed while the rows' gradients are in transit.
+    """The last steps of both backwards. They return the gradients of x, of the weights, and of the experts' matrices.
+
+    The matrices' gradients are computed while the gradients of rows travel back to their ranks.
 
     Args:
-        held, route: the rank's experts, and the routes of rows to them.
-        pending: gradients of results and weights of rows, in transit to this rank.
-        rows, u: the arrived rows of the forward, and their first products.
-        index: the experts of this rank's tokens.
+        held: the experts of this rank.
+        route: which rows were sent and received.
+        pending: tensors in transit to this rank: the gradient of each row's result, then each row's weight.
+        rows, u: the rows that arrived in the forward, and their products with `gate_up`.
+        index: the numbers of the experts that this rank's tokens chose.
     """
     groups = route.arrived
     hidden, backward = held.hidden(u)

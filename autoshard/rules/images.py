@@ -1,6 +1,6 @@
-"""Rules of resampling and windows: batch and channels are parallel, spatial dims are blocked.
+"""Rules of resampling and windows: ranks can split batch and channels, and each rank needs whole spatial dims.
 
-All backwards are linear in the gradient, interpolations in the operand too. Pooling has a file of its own.
+Every backward is linear in the gradient. Interpolation is also linear in its operand. Pooling has a file of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LINEAR = ((0,),)
 
 
 def _planes(x: torch.Tensor, space: int) -> Dims:
-    """Independent dims, then `space` blocked dims."""
+    """Name the dims of a tensor. The last `space` dims are blocked, which means whole on each rank."""
     return (*named(x.dim() - space), *all_blocked(space))
 
 
 def _window(
     space: int, results: int = 1, *, is_linear: bool = False, carries: Sequence[Carry] = ()
 ) -> Callable[..., Rule]:
-    """The rule of operators whose tensor operands and results are all planes of `space` dims."""
+    """Make the rule of operators whose tensor operands and results all end in `space` spatial dims."""
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
         operands = tuple(_planes(operand, space) for operand in tensor_operands(args, kwargs))
@@ -57,7 +57,7 @@ def _resample_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
-    """The size of the operand names batch and channels."""
+    """Run the backward with this rank's shape for `input_size`, because that argument includes batch and channels."""
     return context.default(grad, output_size, context.output_shape(), *rest)
 
 
@@ -70,7 +70,7 @@ for _space, _names in _RESAMPLERS.items():
 
 @sharding_rule(aten.im2col.default)
 def im2col(x: torch.Tensor, *_: Any) -> Rule:
-    """Channels are major in the columns, the window's elements minor."""
+    """A dim of the result merges channels (outer) with the window's elements (inner). A split of it splits channels."""
     batch = named(x.dim() - 3, "n")
     result = (*batch, ("c", "_"), BLOCKED)
     return Rule((((*batch, ("c",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR)
@@ -105,14 +105,14 @@ def _pixels(factor: int) -> dict[str, int]:
 
 
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
-    """The dims of the operand, the grid and the result."""
+    """Name the dims of the operand, of the grid and of the result."""
     blocked = all_blocked(space)
     places = named(space, "p")
     return (("n",), ("c",), *blocked), (("n",), *places, BLOCKED), (("n",), ("c",), *places)
 
 
 def _within_planes(space: int) -> dict[str, Fill]:
-    """Padding of a grid is 0, a valid place. With NaN there, ATen's kernels would read anywhere in memory."""
+    """Pad a grid with 0, which is a valid position. With NaN there, ATen's kernels would read anywhere in memory."""
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 
 
@@ -125,7 +125,11 @@ def _grid_sampler(space: int) -> Callable[..., Rule]:
 
 
 def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
-    """The operand's gradient is a sum over places, the grid's a sum over channels, and linear in the operand."""
+    """Make the rule of the backward of `grid_sampler`.
+
+    The operand's gradient is a sum over the grid's positions. The grid's gradient is a sum over channels, and is linear
+    in the operand.
+    """
 
     def rule(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any) -> Rule:
         x_dims, grid_dims, result = _grid_dims(space)

@@ -49,8 +49,9 @@ _BASELINE_ROUNDS = 6
 
 
 class DearMeshError(Exception):
-    """No plan on this mesh is as cheap as the best plan on another mesh; `baselines`: steps of the known recipes
-    here.
+    """No plan on this mesh is as cheap as the best plan on another mesh.
+
+    `baselines` maps each known recipe to its step time on this mesh.
     """
 
     def __init__(self, baselines: Mapping[str, float | None]) -> None:
@@ -61,7 +62,10 @@ class DearMeshError(Exception):
 def bounded_problem(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
 ) -> tuple[float, PlanningProblem]:
-    """Return the problem of `plan_program`, after a lower bound in seconds of all its plans."""
+    """Build the optimisation problem that `plan_program` solves.
+
+    Return (seconds, problem). No plan of the problem has a shorter step than these seconds.
+    """
     with options.control.building(), one_blas_thread():
         planning = planning_problem(program, mesh, cluster, options)
         return first_bound(planning, allowed_by(planning, options)), planning
@@ -70,12 +74,12 @@ def bounded_problem(
 def plan_program(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
 ) -> Plan:
-    """Return the plan of least predicted step time that fits; `planning`: its problem, if already built.
+    """Return the plan of least predicted step time that fits; `planning`: its problem from `bounded_problem`, if known.
 
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
-        DearMeshError: a plan elsewhere is cheaper than all plans here.
+        DearMeshError: a plan on another mesh is cheaper than all plans on this one.
     """
     return plan_and_lower(program, mesh, cluster, options, planning).plan
 
@@ -83,7 +87,7 @@ def plan_program(
 def plan_and_lower(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
 ) -> LoweredPlan:
-    """Return the plan of `plan_program` with the lowered program of its prediction."""
+    """Return the plan of `plan_program`, and the lowered program from which its step time was predicted."""
     start = time.monotonic()
     if planning is None:
         with options.control.building():
@@ -104,8 +108,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     Raises:
         DoesNotFitError: no choice fits.
         NotAlikeError: left-out blocks and the blocks beside them do not recompute alike.
-        DearMeshError: a plan elsewhere is cheaper than all plans here, and no known recipe here may be faster as
-            lowered.
+        DearMeshError: a plan on another mesh is cheaper than all plans on this one. No known recipe on this mesh
+            can be faster after lowering.
     """
     search = Search(options.memory_budget, control=options.control)
     peak_of = peak_under(options)

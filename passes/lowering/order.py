@@ -1,8 +1,8 @@
 """The order of all passes of lowering, in one tuple.
 
-An entry has the moment of its pass, and a function that makes the pass from the options. The function returns None if
-the options do not need the pass. To add a pass, write its file and put an entry in its place. Passes of one moment run
-in the order of their entries; the entries of a moment stand together.
+An entry has a moment, which says when the pass runs, and a function that makes the pass from the options. The function
+returns None if the options do not need the pass. To add a pass, write its file and put an entry in its place. Passes of
+one moment run in the order of their entries; the entries of a moment stand together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakePass = Callable[[LoweringOptions], Pass | None]
 
 
 class Moment(Enum):
-    """Time of a pass, and its input."""
+    """When a pass runs during planning and lowering. The text of a moment says what the pass gets as input."""
 
     TRACED = "the traced program, before it has a plan"
     PLANNED = "the program that was planned, with its plan"
@@ -102,7 +102,7 @@ def passes_at(moment: Moment, options: LoweringOptions = USUAL) -> tuple[Pass, .
 
 
 def run_at(moment: Moment, program: Any, options: LoweringOptions = USUAL) -> Any:
-    """The program after the passes of a moment."""
+    """Run the passes of a moment on a program, and return the rewritten program."""
     for rewrite in passes_at(moment, options):
         made = rewrite(program)
         if options.on_pass is not None:

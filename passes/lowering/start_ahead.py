@@ -1,14 +1,14 @@
 """Starts gathers of parameters before the previous layer, so that they overlap with it.
 
-Before → after: `y = f(x, wait(all_gather(p))); z = g(y, wait(all_gather(q)))` → `p1 = all_gather(p)`, `q1 =
-all_gather(q)`, `y = f(x, wait(p1))`, `z = g(y, wait(q1))`. Each gather starts right before the wait for the previous
-gather over the same links. The first gather starts at the head of its phase. Values are packed just before they are
-sent, so memory holds one more gather than without this pass.
+Before: `y = f(x, wait(all_gather(p)))`, `z = g(y, wait(all_gather(q)))`. After: `p1 = all_gather(p)`,
+`q1 = all_gather(q)`, `y = f(x, wait(p1))`, `z = g(y, wait(q1))`. Each gather starts right before the wait for the
+previous gather over the same links. The first gather starts at the head of its phase. Values are packed just before
+they are sent, so memory holds one more gather than without this pass.
 
-In the forward and the backward, the pass moves gathers of values computed from parameters alone, which nothing there
-writes. In the update, it moves collectives of its inputs (gradients of micro-batches) to the head. With `by=None` every
-such collective moves to the head, in the order of the waits, so that `BucketCollectives` can join them. A second pass
-with a number then puts the buckets in their places.
+In the forward and the backward, the pass moves gathers of values that are computed from parameters alone. Nothing in
+these phases writes parameters. In the update, the pass moves collectives of the update's inputs (gradients of
+micro-batches) to the head. With `by=None` every such collective moves to the head, in the order of the waits, so that
+`BucketCollectives` can join them. A second pass with a number then puts the buckets in their places.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StartAhead:
     """Starts gathers ahead of their readers.
 
     Args:
-        by: gathers under way over the same links, beside the one being waited for. None: all.
+        by: how many further gathers over the same links run while the device waits for one. None: all.
     """
 
     by: int | None = 1
@@ -55,7 +55,7 @@ def _gathers(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _sent_as_given(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives of a phase's inputs and of such collectives' results, through calls of one operand."""
+    """Collectives that need one input of the phase and nothing else, directly or through calls of one operand."""
     found: set[fx.Node] = set(graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
         if len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in found and node.op == "call_function":
@@ -76,10 +76,10 @@ class _Order:
 
     Args:
         graph: the graph.
-        starts: the collectives that move.
-        moving: these collectives and the nodes that they need, which are placed on demand.
+        starts: the collectives that the pass moves.
+        moving: these collectives and the nodes that they need. They are placed when another node needs them.
         depths: for each node, the length of the longest chain of `starts` in its computation.
-        placed: nodes that have their place.
+        placed: the nodes that are already in the new order.
     """
 
     graph: fx.Graph
@@ -94,14 +94,17 @@ class _Order:
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
     def from_the_head(self) -> Iterator[fx.Node]:
-        """All starts first: those on the phase's inputs, then those on their results, and so on."""
+        """Put all `starts` first: those on inputs of the phase, then those on the results of these, and so on."""
         yield from self._placeholders()
         for start in sorted(self.starts, key=self.depths.__getitem__):
             yield from self._place(start, {})
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Each start right before the wait for the start `by` places earlier in its group and depth."""
+        """Put each collective right before the wait for an earlier collective.
+
+        The earlier one is `by` places before it among the collectives of the same process group and depth.
+        """
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
         for start in self.starts:
@@ -123,8 +126,9 @@ class _Order:
                 yield from self._place(node, behind)
 
     def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
-        """Place a node after its operands, unless it is placed; a wait also after the starts that `behind` lists for
-        it.
+        """Place a node after its operands, unless it is already placed.
+
+        A wait for a collective also comes after the collectives that `behind` lists for that collective.
         """
         if node in self.placed:
             return
@@ -138,7 +142,7 @@ class _Order:
 
 
 def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, and everything that they are computed from."""
+    """These nodes, and all nodes from which they are computed."""
     found, stack = set(nodes), list(nodes)
     while stack:
         operands = set(stack.pop().all_input_nodes) - found
@@ -148,7 +152,7 @@ def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """The place of each node. A moving node takes the place of the first fixed node that reads its results."""
+    """The index of each node. A moving node has the index of the first fixed node that reads its results."""
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):
         first[node] = min((first[user] for user in node.users), default=place) if node in moving else place
@@ -156,7 +160,7 @@ def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, 
 
 
 def _depths(graph: fx.Graph, starts: frozenset[fx.Node]) -> dict[fx.Node, int]:
-    """The depths of `_Order`; a start counts itself."""
+    """The `depths` of `_Order`; each of `starts` counts itself."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         depths[node] = (node in starts) + max((depths[operand] for operand in node.all_input_nodes), default=0)

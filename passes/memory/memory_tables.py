@@ -1,4 +1,8 @@
-"""Bytes of values, reshards and calls under each option of their deciding variables."""
+"""Tables of bytes of values, reshards and calls.
+
+A site is a call, an input or a result of the program. Its options are its possible shardings. A table has one entry for
+each option of one site, or for each pair of options of two sites.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from passes.strategies.tensor_infos import operand_infos
 
 @dataclass(frozen=True, slots=True)
 class MemoryTables:
-    """The tables of a search space, made once for all sites and links that are alike."""
+    """The tables of a search space. Sites and links that are alike share a table."""
 
     space: SearchSpace
     _tables: dict[Any, Floats] = field(default_factory=dict, repr=False)
 
     def of_value(self, name: str, result: int, copies: float = 1.0) -> Floats:
-        """Bytes of a result by the option of its site, times `copies`."""
+        """For each option of a site, the bytes of one of its results, times `copies`."""
         site = self.space.sites[name]
         if is_on_host(site):
             return self._nothing(len(site.strategies))
@@ -39,7 +43,7 @@ class MemoryTables:
         return self._tables[key]
 
     def of_call(self, name: str) -> Floats | None:
-        """Bytes of a call's workspace by the option of its site, or None."""
+        """For each option of a call, the bytes of its workspace; None if the call needs no workspace."""
         site = self.space.sites[name]
         if site.node is None or not has_workspace(site.node):
             return None
@@ -49,7 +53,7 @@ class MemoryTables:
         return self._tables[key]
 
     def on_link(self, kept: OnLink) -> Floats:
-        """Bytes of a link's memory, by the options of its tail and head or of its head, depending on `Held`."""
+        """Bytes that a link holds, for each pair of options of its tail and head, or for each option of its head."""
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
         if is_on_host(tail):
@@ -61,7 +65,7 @@ class MemoryTables:
         return self._tables[key]
 
     def _nothing(self, *options: int) -> Floats:
-        """The table of values without device memory."""
+        """A table of zeros, for values that need no device memory."""
         key = ("nothing", *options)
         if key not in self._tables:
             self._tables[key] = np.zeros(options)
@@ -83,7 +87,7 @@ class MemoryTables:
 
 
 def is_on_host(site: Site) -> bool:
-    """Whether a site's value is on the host; it goes there in its owner's spec, without a reshard."""
+    """Whether a site's value is on the host. The value goes there in the spec of its owner, without a reshard."""
     return site.node is not None and site.node.target is to_host
 
 
@@ -94,7 +98,10 @@ def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def _is_packed(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether a reshard puts pieces in order: by a gather of an inner dim, or by the move of an axis to another dim."""
+    """Whether a reshard reorders pieces in memory, for each source and each target: [sources, targets].
+
+    A gather of a dim other than the first reorders pieces. The move of a mesh axis to another dim does so too.
+    """
     found = np.zeros((len(sources), len(targets)), dtype=bool)
     for axis, size in mesh.axes:
         if size > 1:
@@ -110,7 +117,7 @@ def _dim_of(spec: PartitionSpec, axis: str) -> int:
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether each source differs from each target, [sources, targets], ignoring axes of size one."""
+    """Whether each source differs from each target: [sources, targets]. Axes of size one do not count."""
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}
     number = {

@@ -1,7 +1,7 @@
-"""Bytes in use at every point of a program, as a function of the choice, for searches that need many evaluations.
+"""Computes the bytes in use at every point of a program for a choice of shardings, fast enough for a search.
 
-An item takes memory over an interval. Its size is an entry of a table, chosen by the options of one or two variables.
-All tables are stored in one array, so that one lookup gives all sizes.
+An item takes memory over an interval of points. Its size is an entry of a table. The options that one or two variables
+have in the choice select this entry. All tables are stored in one array, so that one lookup gives all sizes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class UsedBytes:
 
     Args:
         interval: the points at which the item is in memory.
-        table: its bytes by the options of one or two variables, [options] or [options, options].
+        table: its bytes for each option of one variable, [options], or of two variables, [options, options].
         variables: these variables.
-        number: the count of such items.
+        number: how many such items are in memory.
     """
 
     interval: Interval
@@ -42,11 +42,11 @@ class UsedBytes:
 
     @property
     def sizes(self) -> Floats:
-        """Bytes of one item by option, or by pair of options."""
+        """Bytes of one item for each option, or for each pair of options."""
         return np.diagonal(self.table) if self.is_of_one and self.table.ndim == 2 else self.table
 
     def least(self, masks: Mapping[int, _Mask]) -> float:
-        """The least bytes of the options that masks leave, by variable; absent variables are free."""
+        """The least bytes of one item under the options that masks allow. A variable without a mask is free."""
         sizes = self.sizes
         for axis, variable in enumerate(self.variables[: sizes.ndim]):
             sizes = sizes.compress(masks[variable], axis) if variable in masks else sizes
@@ -54,11 +54,12 @@ class UsedBytes:
 
 
 def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
-    """Items, and their copies that the rank holds at all times; see `Liveness.standing`.
+    """Yield the items, and the copies that a rank holds at all times for its other stages and micro-batches.
 
     Args:
-        items: each item after its value's site, or after "".
-        liveness: the program's lifetimes.
+        items: pairs of a name and an item. The name is the site of the item's value; it is "" for an item that is not
+            a site's value.
+        liveness: the program's lifetimes; `Liveness.standing` counts the copies.
     """
     for name, item in items:
         yield item
@@ -98,7 +99,7 @@ class MemoryUsage:
 
     @classmethod
     def of(cls, points: int, items: Sequence[UsedBytes]) -> MemoryUsage:
-        """The usage of `items`; those that share a table object share its entries."""
+        """Make the usage of `items`. Items with the same table object share its entries in `sizes`."""
         tables = {id(item.table): item.table for item in items}
         ends = np.cumsum([table.size for table in tables.values()], dtype=np.int64)
         first = dict(zip(tables, [0, *ends.tolist()], strict=False))
@@ -133,7 +134,7 @@ class MemoryUsage:
         """A lower bound of every choice's peak, bytes: at each point, every item has its least size.
 
         Args:
-            allowed: variable to a mask of its options, not empty; absent variables are free.
+            allowed: for a variable, a mask of its options, with at least one allowed. Absent variables are free.
         """
         known: dict[tuple[int, ...], float] = {}
         sizes = np.zeros(len(self.items))
@@ -145,7 +146,7 @@ class MemoryUsage:
         return float(self._in_use(sizes).max(initial=0.0))
 
     def _in_use(self, sizes: Floats) -> Floats:
-        """Bytes at each point, of items of these sizes."""
+        """Bytes in use at each point if the items have these sizes."""
         sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)

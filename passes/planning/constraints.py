@@ -21,7 +21,7 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
-    """Return a mask of the options that all constraints leave, for each constrained variable.
+    """Return, for each constrained variable, a mask of the options that all its constraints allow.
 
     Raises:
         InvalidSpecError: a pattern matches no value, or a value cannot have the spec.
@@ -52,7 +52,10 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
 def constraints_on(
     program: Program, constraints: Mapping[str, PartitionSpec], *, without_state: bool
 ) -> dict[str, PartitionSpec]:
-    """Return the constraints without those on outputs or state that this program, such as an evaluation, lacks."""
+    """Return the constraints without those on outputs or optimizer state that this program lacks.
+
+    An evaluation, for example, has no optimizer state.
+    """
     outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
     return {
         pattern: spec
@@ -65,7 +68,8 @@ def constraints_on(
 def whole_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> list[str]:
     """Return the names of the outputs that every rank gets whole.
 
-    With `gather`, these are all outputs; else those that modules keep in attributes. Constrained outputs are left out.
+    With `gather`, these are all outputs. Otherwise these are the outputs that the call stores in attributes of modules
+    ("router.aux_loss"). Outputs with a constraint are left out in both cases.
     """
     kept = {f"output:{index}" for index in program.kept}
     names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if gather or slot.name in kept]
@@ -73,17 +77,17 @@ def whole_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
-    """Return the names of the outputs that stay split: tensors of a dim or more that need not be whole."""
+    """Return the names of the outputs that may stay split: those with one or more dims that need not be whole."""
     nodes = program.nodes_by_name()
     names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
     return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Map the qualified name of each value that a constraint may name to its site; tied parameters have all their
-    names.
+    """Map the qualified name of each value that a constraint may name to its site.
 
-    A value in a left-out block has the site that stands for it.
+    A tied parameter is found under all its names. If equal blocks are planned once, the values of the other blocks have
+    the sites of the planned block.
     """
     names = {
         alike: slot.node

@@ -18,9 +18,9 @@ from passes.strategies.operator_names import dtype_name, operator_name
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """Equal calls of a product or of attention.
+    """Equal calls of a matrix product or of attention.
 
-    `peak_s` is the time of the model's own calls, without recomputation, at one device's peak, in all.
+    `peak_s` is the time of all these calls together on one device at its peak. Recomputed calls are left out.
     """
 
     site: str
@@ -33,20 +33,25 @@ class _Contraction:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Seconds of a step's products and attention at peak: shared by all ranks without loss, and as they run."""
+    """Seconds that a step's products and attention would take at the device's peak rate of FLOPs.
+
+    Args:
+        model_s: time of the model's FLOPs, without recomputation, divided equally among all ranks.
+        local_s: time of the FLOPs that one rank runs, with recomputation and with work that several ranks repeat.
+    """
 
     model_s: float
     local_s: float
 
     def shares(self, step_time_s: float) -> tuple[float | None, float | None]:
-        """MFU and HFU, model and hardware FLOPs utilisation; None if nothing is counted."""
+        """MFU and HFU, model and hardware FLOPs utilisation, of a step of this time; None if there is no product."""
         if self.model_s <= 0 or step_time_s <= 0:
             return None, None
         return self.model_s / step_time_s, self.local_s / step_time_s
 
 
 def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation:
-    """Utilisation of a choice. Each dtype counts at its own peak."""
+    """Return the seconds at peak of a step under the shardings of `choice`. Each dtype has a peak of its own."""
     if "contractions" not in planning.derived:
         planning.derived["contractions"] = _find_contractions(planning)
     contractions: Sequence[_Contraction] = planning.derived["contractions"]
@@ -76,7 +81,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
 
 
 def _local_s(planning: PlanningProblem, choice: Sequence[int], item: _Contraction) -> float:
-    """Seconds at peak of one rank's part of a contraction."""
+    """Seconds at peak of the FLOPs that one rank runs for these calls."""
     mesh, strategy = planning.space.mesh, planning.strategy(item.site, choice)
     results = planning.space.sites[item.site].results
     inputs = [s.local_shape(v.shape, mesh) for v, s in zip(item.operands, strategy.inputs, strict=True)]

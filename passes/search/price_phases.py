@@ -1,15 +1,18 @@
 """Seconds of a phase of a layer class for one micro-batch: on the device, with its collectives, and on the host.
 
-Collectives run beside computation of their own. Tensor collectives run beside products of weight gradients, context
-collectives beside attention. Expert collectives run beside the remaining computation of another micro-batch. The host
-issues kernels ahead of the device, also while the device waits for a collective. The device waits for the host where
-that is slower. So a phase takes the longer of the two:
+Each kind of collective overlaps with one kind of computation. Tensor collectives run beside products of weight
+gradients, and context collectives run beside attention. Expert collectives run beside the remaining computation of
+another micro-batch. The host launches kernels ahead of the device, also while the device waits for a collective. A
+phase takes the longer of the device's time and the host's time:
 
     max(computation + exposed, kernels * dispatch),     exposed = sent - (1 - interference) * hidden
 
-Some schedules cut the backward in two (Qi et al. 2023). Then each part waits for the host by itself. Products of weight
-gradients run later and hide no collectives, as they do in Megatron-LM. So nothing takes longer where a device or a link
-is faster.
+Here `sent` is the time of all collectives, and `hidden` is the part that overlaps with computation. `interference` is
+the share of the overlapped time by which collectives slow the computation. `dispatch` is the host's time per kernel.
+
+Some schedules cut the backward in two (Qi et al. 2023). Then each part waits for the host by itself. The products of
+weight gradients run later and hide no collectives, as in Megatron-LM. A faster device or link never makes a phase
+longer.
 """
 
 from __future__ import annotations
@@ -28,14 +31,15 @@ _IDLE = Busy()
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Seconds of a phase, once.
+    """Seconds of one run of a phase.
 
     Args:
         compute_s: computation on the device.
         exposed: by axis, seconds that its collectives add to computation.
         late_s: the part of `compute_s` in products of weight gradients.
-        late_hidden_s: seconds of `exposed` that these products hide.
-        issue_s: the host's time to issue all kernels ahead of the device; `late_issue_s`: products of weight gradients.
+        late_hidden_s: seconds by which these products shorten `exposed`.
+        issue_s: the host's time to launch all kernels, if it runs ahead of the device.
+        late_issue_s: the part of `issue_s` in products of weight gradients.
     """
 
     compute_s: float
@@ -62,7 +66,7 @@ class PhaseTime:
 
     @property
     def communication(self) -> dict[str, float]:
-        """By axis, seconds that its collectives add to `total_s`."""
+        """For each axis, the seconds that its collectives add to `total_s`."""
         sent = sum(self.exposed.values())
         added = self.total_s - max(self.compute_s, self.issue_s)
         return {axis: value * added / sent for axis, value in self.exposed.items()} if sent else {}
@@ -85,7 +89,7 @@ def phase_time(
     Args:
         phase: the phase of a layer class.
         recipe, groups, cluster: the recipe, its groups, the hardware.
-        done: earlier computation, which is left out.
+        done: computation to leave out, such as the end of a recomputed forward that stops early.
     """
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, phase.busy.total_s - done.total_s)

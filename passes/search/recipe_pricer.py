@@ -1,18 +1,20 @@
-"""Price many recipes of one model on one cluster, and bound their steps from below; prices of layer classes are shared.
+"""Price many recipes of one model on one cluster, and bound their step times from below. Recipes share layers' prices.
 
 A layer class takes f seconds forward and b backward for one micro-batch, with exposed communication and recomputation.
 A step has m micro-batches. Pipeline rank r has counts c(r) of each class; h(r) counts those before its first stage.
 
-1. *Mean.* Some of P ranks has at least the mean work, m sum(f + b) / P. No micro-batch takes less than its forward and
-   its gradients of inputs through all stages.
-2. *Path of a rank.* Rank r begins behind h(r), each stage handing over in s seconds, and works without a break. The
-   last micro-batch's backward passes h(r) again, unless the schedule cuts backwards in two:
+1. *Mean.* One of the P ranks has at least the mean work, m sum(f + b) / P. A micro-batch takes at least the time of
+   its forward, and of its gradients of inputs, through all stages.
+2. *Path of a rank.* Rank r begins after the first micro-batch's forward through the layers of h(r). Each stage sends to
+   the next in s seconds. Then rank r works without a break. The last micro-batch's backward passes the layers of h(r)
+   again, unless the schedule cuts backwards in two:
 
        T >= h(r) f + r s + m c(r) (f + b) [ + h(r) b + r s ]
 
-   The ends of the rank with most parameters follow (`price_ends.end_times`). With equal stages this is the price.
+   Then the rank with most parameters reduces gradients, updates parameters and gathers them (`price_ends.end_times`).
+   With equal stages this is the price.
 
-Every bound is less by one part in 10^9, for rounding.
+Every bound is lowered by one part in 10^9, because of rounding.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ ROUNDING = 1.0 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of layer classes in pipelines of as many ranks.
+    """The layers on each rank of several pipelines that have the same number of ranks.
 
     Args:
-        counts: how often each rank has each layer class, [pipes, ranks, classes].
-        before: how often layer classes come before the rank's first stage, [pipes, ranks, classes].
+        counts: the number of layers of each class on each rank, [pipes, ranks, classes].
+        before: the number of layers of each class before the rank's first stage, [pipes, ranks, classes].
         is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
     """
 
@@ -57,14 +59,14 @@ class Places:
 
 @lru_cache(maxsize=1024)
 def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
-    """The places of layer classes, in the order of `names`, in pipelines of a model with some blocks."""
+    """Count the layers on each rank for some pipelines of a model; `names` are the layer classes, in order."""
     counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
     return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
 
 
 @lru_cache(maxsize=8192)
 def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
-    """The entries of `Places` of one pipeline."""
+    """The entries of `Places` for one pipeline."""
     recipe = pipe.recipe(len(blocks))
     stages = share_out(blocks, recipe)
     passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
@@ -73,7 +75,10 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
 
 
 def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
-    """Seconds of the longest path of a rank before its ends, [pipes]."""
+    """For each pipeline, the longest of its ranks' paths in seconds, [pipes].
+
+    The module's docstring gives the path of a rank. Reducing gradients and updating parameters are not part of it.
+    """
     hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
     entering = places.before @ times.forward_s + hops
     leaving = places.is_whole * (places.before @ backward_s + hops)
@@ -83,14 +88,14 @@ def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: 
 
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
-    """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
+    """The number of micro-batches that each rank holds at its peak, per stage of the rank: [pipes, ranks]."""
     held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
     return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 
 
 @dataclass
 class RecipePricer:
-    """Times and memory of recipes of a model on a cluster, which differ only in searched fields.
+    """Times and memory of recipes of a model on a cluster. The recipes differ only in fields that the search varies.
 
     Args:
         counted: the model.
@@ -128,19 +133,20 @@ class RecipePricer:
         return Step(*parts).time_s
 
     def memory_bytes(self, recipe: Execution) -> int:
-        """Bytes of a recipe's fullest rank."""
+        """Bytes of the rank that needs most memory under a recipe."""
         parts = (self.layers(recipe), self.stages(recipe), recipe, self.groups(recipe))
         return memory_price(*parts, in_flight(recipe)).total
 
     def memory_floors(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """Bytes of a recipe in each of some pipelines of as many ranks, [pipes], without rounding."""
+        """Bytes of the fullest rank of each of some pipelines with the same number of ranks, unrounded: [pipes]."""
         held = held_bytes(self.layers(recipe), recipe, self.groups(recipe))
         parts = memory_parts(held, self._places(recipe, pipes).counts, held_by(pipes, recipe.micro_batches))
         return np.sum(list(parts.values()), axis=0).max(axis=1) - len(parts)
 
     def fits(self, recipe: Execution, memory_limit: float) -> bool:
-        """Whether a recipe fits in the memory limit, and its offloaded values in the device's share of the host's
-        memory.
+        """Whether a recipe fits in the memory limit.
+
+        Its offloaded values must also fit in the device's share of the host's memory.
         """
         if self.memory_bytes(recipe) > memory_limit:
             return False
@@ -150,15 +156,15 @@ class RecipePricer:
         return host_bytes(self.layers(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
-        """The largest workspace of a recipe's layout, bytes; a rank needs it beside all other memory."""
+        """Bytes of the largest workspace under a recipe's layout. A rank needs them beside all other memory."""
         return max(size.workspace_bytes for size in self.layers(recipe).values())
 
     def least_memory(self, last: Execution) -> float:
-        """A lower bound of the memory of all recipes of a layout and activation policy, bytes: the mean of ranks.
+        """A lower bound, in bytes, of the memory of all recipes with one layout and activation policy.
 
-        A rank holds at least one micro-batch, the state of its parameters, and the workspace of one layer class. The
-        recipe
-        `last` has the most pipeline ranks of them all, and the ZeRO stage that shards most.
+        The fullest rank needs at least the mean of all ranks. A rank holds at least one micro-batch, the state of its
+        parameters, and the workspace of one layer class. `last` is the recipe among them with the most
+        pipeline ranks and the ZeRO stage that shards most.
         """
         layers = self.layers(last)
         held = held_bytes(layers, last, self.groups(last))
@@ -167,7 +173,7 @@ class RecipePricer:
         return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
-        """A lower bound of a recipe's step in any pipeline: the mean of ranks, and a micro-batch's latency."""
+        """A lower bound of a recipe's step time in any pipeline: the first bound of the module's docstring."""
         times, counts = self._times_of(recipe), self._counts_of(self.layers(recipe))
         backward_s = times.backward_s + times.recompute_s
         first_s = np.minimum(backward_s, times.input_gradient_s + times.recompute_s)
@@ -176,7 +182,7 @@ class RecipePricer:
         return ROUNDING * max(float(counts @ part) for part in each)
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """Lower bounds of a recipe's step in each of some pipelines of as many ranks: paths of ranks, with ends."""
+        """The second bound of the module's docstring for each of some pipelines with the same number of ranks."""
         times, layers, groups = self._times_of(recipe), self.layers(recipe), self.groups(recipe)
         places = self._places(recipe, pipes)
         send_s = send_time(layers, recipe, groups)

@@ -59,7 +59,7 @@ class ParameterWatch:
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """The digest of some elements of some tensors, other ones each turn; empty if no two ranks share a piece."""
+        """A digest of a few elements of a few tensors, new ones each turn; empty if no two ranks share a piece."""
         if not self._groups:
             return {}
         place, rows = self._groups[turn % len(self._groups)]
@@ -70,7 +70,7 @@ class ParameterWatch:
         return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
-        """The elements that `sample` reads at a turn and at the previous turn, by place."""
+        """The elements that `sample` reads at a turn and at the previous turn, by the name of the group of tensors."""
         found: dict[str, list[float]] = {}
         for place, elements in map(self._elements_at, (turn - 1, turn)) if self._groups else ():
             real = torch.view_as_real(elements) if elements.is_complex() else elements
@@ -82,7 +82,7 @@ class ParameterWatch:
         self._groups = []
 
     def facts(self) -> Facts:
-        """Facts that show which tensors differ: digests of all pieces, and in-place changes of unshared tensors."""
+        """Facts that show which tensors differ: digests of all pieces, and change counts of tensors without copies."""
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
             PieceFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
@@ -92,14 +92,14 @@ class ParameterWatch:
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """The number of ranks that hold the same piece; a parameter is held by the ranks of one stage."""
+        """The number of ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
 
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
-        """Some elements of some tensors, and their place."""
+        """The name of the group of tensors whose turn it is, and a few elements of each of its tensors."""
         place, rows = self._groups[turn % len(self._groups)]
         step = self._step(turn)
         return place, torch.cat([row.elements(step) for row in rows])
@@ -109,7 +109,10 @@ class ParameterWatch:
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
-        """Tensors that other ranks hold too, in groups of one place, device and dtype, a few tensors each."""
+        """Yield groups of a few tensors each, with a name for each group. Other ranks hold these tensors too.
+
+        The tensors of a group agree in stage, device, dtype, and the part of the whole tensor that this rank holds.
+        """
         found: dict[tuple, list[_WatchedPart]] = {}
         for _, tensor in self._named:
             if is_elsewhere(tensor) or self._copies(tensor) == 1:
@@ -125,7 +128,7 @@ class ParameterWatch:
 
 
 class _WatchedPart:
-    """This rank's piece of a tensor as a row. A DTensor's row is kept while its local tensor stays the same."""
+    """This rank's piece of a tensor as a flat view. A DTensor's view is reused while its local tensor is the same."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"
@@ -136,7 +139,7 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, step: int) -> torch.Tensor:
-        """Some elements from position `step` on."""
+        """A few elements from index `step` on."""
         self._look()
         first, count = self._part(step)
         return self._flat.narrow(0, first, count)
@@ -153,7 +156,7 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _look(self) -> None:
-        """Update the row: a plain tensor may have new memory and stay the same object."""
+        """Make the flat view anew if needed: a plain tensor may get new memory and stay the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

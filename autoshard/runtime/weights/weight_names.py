@@ -1,7 +1,7 @@
 """Names of tensors in files and in models.
 
-Files hold parameters and persistent buffers under the names of `state_dict`. A tied parameter has one or more of its
-names there. transformers models have rules of their own (`transformers_weights`).
+Files hold parameters and persistent buffers under the names of `state_dict`. A tied parameter can be stored under one
+or several of its names. transformers models have rules of their own (`transformers_weights`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that files hold: parameters, tied ones under each name, and the buffers of the state dict."""
+    """The tensors that files can hold: parameters, under all names if tied, and the buffers of the state dict."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -42,7 +42,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """All names of each tensor, in order."""
+    """For each tensor, all its names; tensors and names are in the order of `tensors`."""
     found: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         found.setdefault(id(tensor), []).append(name)
@@ -50,7 +50,10 @@ def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]
 
 
 def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) -> Matched:
-    """Match the files' tensors with the model's tensors of these names."""
+    """Find the stored tensor for each of the model's `names`.
+
+    An equal name matches. For a transformers model, the files' tensors are first converted to the model's form.
+    """
     names = frozenset(names)
     if transformers_weights.applies_to(model):
         sources, unexpected = transformers_weights.converted(model, names, stored)
@@ -61,7 +64,7 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 
 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
-    """The tensors to write into files: each of `tied` under one name, from which the others are found."""
+    """The tensors to write into files. Tied tensors are written once, under a name that loading maps to the others."""
     if transformers_weights.applies_to(model):
         return transformers_weights.reverted(model, tensors, tied)
     return {names[0]: tensors[names[0]] for names in tied}

@@ -90,8 +90,9 @@ class CountedModel:
     def layer_prices(
         self, recipe: Execution, cluster: Cluster, batch: int | None = None, sizes: Mapping[str, int] | None = None
     ) -> Mapping[str, LayerPrice]:
-        """Return the price of each layer class under a recipe, or for another micro-batch and other sizes of its
-        axes.
+        """Return the price of each layer class under a recipe.
+
+        `batch` replaces the recipe's micro-batch; `sizes` replaces the sizes of its axes.
         """
         runtime, kind, batch = recipe.runtime, RecipeKind.of(recipe), batch or recipe.micro_batch
         sizes = sizes or {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
@@ -118,24 +119,24 @@ class PricedModel:
 
     @cached_property
     def _space(self) -> SearchSpace:
-        """The strategies of one axis."""
+        """The strategies of each operator on a mesh of one axis."""
         return axis_space(self.folded.single)
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the folded program."""
+        """A short hash of the folded program's text; equal programs have equal digests."""
         return self.folded.single.digest()
 
     @cached_property
     def tokens(self) -> int:
-        """Elements of the first integer input of one sequence; 0 without such an input."""
+        """Tokens of one sequence: the number of elements of the first integer input; 0 without such an input."""
         program = self.folded.single
         nodes = program.nodes_by_name()
         values = (nodes[slot.node].meta["val"] for slot in program.inputs_of(InputKind.INPUT))
         return next((value.numel() for value in values if not value.dtype.is_floating_point), 0)
 
     def layers(self, kind: RecipeKind) -> Mapping[str, LayerClass]:
-        """The layer classes under the layouts of a kind of recipe."""
+        """The layer classes, split as a kind of recipe splits them."""
         if kind not in self._layers:
             self._layers[kind] = count_layers(self.folded, self.layouts(kind), fused=kind.fused)
         return self._layers[kind]
@@ -144,7 +145,7 @@ class PricedModel:
         """Return the split of the program by each axis of a kind of recipe.
 
         Raises:
-            RecipeError: the recipe shares out experts, and the model has none.
+            RecipeError: the recipe divides experts among ranks, and the model has none.
         """
         result: dict[str, AxisLayout] = {}
         if kind.context:
