@@ -84,13 +84,13 @@ def programs(kind: str) -> tuple[Program, Program]:
     """Return the training step without inner blocks, and with all blocks."""
     with torch.device("meta"):
         step = KINDS[kind]()
-    short = tracing.leave_out_blocks(step.model, 2, least=1)
-    assert short is not None
+    left_out = tracing.leave_out_blocks(step.model, 2, least=1)
+    assert left_out is not None
     short, whole = (
         tracing.trace(model, step.args, dict(step.kwargs or {}), update=adamw(step.model))
-        for model in (short.model, step.model)
+        for model in (left_out.model, step.model)
     )
-    return replace(short, repeats=short.repeats), whole
+    return replace(short, repeats=left_out.repeats), whole
 
 
 def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, cluster: Cluster) -> None:
