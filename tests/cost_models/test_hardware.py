@@ -48,7 +48,7 @@ def test_a_cluster_survives_save_and_load(name, tmp_path):
 
 def test_unknown_hardware_names_what_is_known_and_how_to_add():
     """The message lists the files and where a new one goes."""
-    with pytest.raises(UnknownHardwareError, match=r"'h900'.*h100_sxm.*data/nodes/h900\.toml"):
+    with pytest.raises(UnknownHardwareError, match=r"'h900'.*h200.*data/nodes/h900\.toml"):
         Cluster("h900")
 
 

@@ -199,7 +199,7 @@ def test_a_user_writes_a_rule() -> None:
     _check_all_strategies(gate, (_draw(8, 4), _draw(4)))
     _check_all_strategies(product, (_draw(8, 4), _draw(4, 8)))
     assert len(strategies(as_overload(gate), (_draw(8, 4), _draw(4)), {}, 2)) == 2
-    assert inferred_operators() == {}
+    assert not {"autoshard_test_infer.gate.default", "autoshard_test_infer.product.default"} & set(inferred_operators())
 
 
 def test_an_operator_has_one_rule() -> None:

@@ -95,19 +95,19 @@ USES = (
     Use(
         "batch norm on one row of a micro-batch",
         stepped(Normed, rows=2, micro_batches=2),
-        refused=rf"(?s){_NEEDS}.*module layers\.1 \(BatchNorm1d\), raised ValueError",
+        refused=rf"(?s){_NEEDS}.*module 'layers\.1' \(BatchNorm1d\), raised ValueError",
     ),
     Use(
         "batch norm on one row",
         one_row,
-        refused=r"module layers\.1 \(BatchNorm1d\), raised ValueError .* pass a larger batch, or call \.eval\(\)",
+        refused=r"module 'layers\.1' \(BatchNorm1d\), raised ValueError: .* pass a larger batch, or call \.eval\(\)",
     ),
     Use(
         "batch norm on one row, on two ranks",
         one_row,
-        refused=r"module layers\.1 \(BatchNorm1d\), raised ValueError .* pass a larger batch, or call \.eval\(\)",
+        refused=r"module 'layers\.1' \(BatchNorm1d\), raised ValueError: .* pass a larger batch, or call \.eval\(\)",
         processes=True,
     ),
     Use("batch norm on one row in evaluation", lambda compile: one_row(compile, training=False)),
-    Use("instance norm on one place", one_place, refused=r"module 1 \(InstanceNorm1d\), raised ValueError"),
+    Use("instance norm on one place", one_place, refused=r"module '1' \(InstanceNorm1d\), raised ValueError"),
 )

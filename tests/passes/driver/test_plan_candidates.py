@@ -29,6 +29,7 @@ class FakePlan:
     predicted: Any
     recompute: Any
     offload: Any
+    stages: tuple[Any, ...] = ()
     was_interrupted: bool = False
     was_cut: bool = False
     recipe: Recipe | None = None

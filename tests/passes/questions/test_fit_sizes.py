@@ -42,7 +42,7 @@ def test_what_is_rounded_is_refused_with_its_name() -> None:
 
 def test_a_limit_between_the_points_is_seen() -> None:
     """Points outside of the fit find a formula that breaks at a limit."""
-    with pytest.raises(FormulaError, match="reaches a limit"):
+    with pytest.raises(FormulaError, match="reaches a constant limit"):
         fit_numbers((LENGTH,), lambda point: _observed(min(point[0], 10)))
 
 
