@@ -58,6 +58,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that a test writes or infers end with the test."""
+    from autoshard.rules import infer, registry
+
+    for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
+        monkeypatch.setattr(table, name, dict(getattr(table, name)))
+
+
+@pytest.fixture
 def _poisoned_outputs() -> Iterator[None]:
     """Fill the results of `torch.empty` with NaN, so that an unwritten element is noticed."""
     was_on = torch.are_deterministic_algorithms_enabled()

@@ -28,6 +28,9 @@ from torch.nn import functional as F
 from autoshard.kernels.gates import Gate
 from autoshard.kernels.library import define, differentiate
 
+FIRST_MATRIX = 3
+"""Index of the first matrix among the operands of `experts`; tokens, their experts and router weights come first."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:

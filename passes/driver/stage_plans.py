@@ -121,7 +121,7 @@ class StagePlans:
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
-        search = self._search(cut, self.order(request), request, None)
+        search = self._search(cut, plan.order, request, None)
         made = list[tuple[PhasedProgram, VerificationReport | None]]()
         try:
             for number, (stage, own) in enumerate(zip(cut.stages, plan.stages, strict=True)):

@@ -142,7 +142,7 @@ class _Order:
 
 
 def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """These nodes, and all nodes from which they are computed."""
+    """Return the nodes, and all nodes from which they are computed."""
     found, stack = set(nodes), list(nodes)
     while stack:
         operands = set(stack.pop().all_input_nodes) - found

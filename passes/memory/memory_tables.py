@@ -17,11 +17,11 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Strategy
 from passes.memory.liveness import Held, OnLink
-from passes.memory.workspaces import has_workspace, workspace_of
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, needs_of, specs_of
 from passes.strategies.price import local_bytes_of
 from passes.strategies.tensor_infos import operand_infos
+from passes.strategies.workspaces import has_workspace, workspace_of
 
 
 @dataclass(frozen=True, slots=True)

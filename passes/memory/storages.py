@@ -23,10 +23,10 @@ from torch import fx
 
 from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
-from passes.memory.workspaces import workspace_bytes
 from passes.strategies.collective_nodes import whole_size
 from passes.strategies.local_units import LocalUnits
 from passes.strategies.repeated import AHEAD, BEHIND
+from passes.strategies.workspaces import workspace_bytes
 
 PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
     "parameters", "optimizer state", "gradients", "inputs", "activations"

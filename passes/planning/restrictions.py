@@ -36,6 +36,7 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.staged import crosses_stages, is_of_weights
 from autoshard.ir.update import parameter_of
 from autoshard.kernels import experts as experts_operator
+from autoshard.kernels.experts import FIRST_MATRIX
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.parameter_uses import gradient_of, uses_of
 from passes.planning.recipe_meshes import CONTEXT, DATA, EXPERT, MODEL, REPLICA, check_mesh, restricts
@@ -276,11 +277,7 @@ def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
 
 def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
     node = planning.space.sites[link.head].node
-    return node is not None and node.target is experts_operator and link.operand >= _FIRST_MATRIX
-
-
-_FIRST_MATRIX = 3
-"""Index of the first matrix among the operands of a layer of experts, after tokens, experts and router weights."""
+    return node is not None and node.target is experts_operator and link.operand >= FIRST_MATRIX
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:

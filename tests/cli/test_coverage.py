@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from autoshard.rules import infer, registry
 
 _FILE = """
 import torch
@@ -40,10 +39,8 @@ def build_inferred(batch, seq):
 
 
 @pytest.fixture
-def model(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path: Path, request: pytest.FixtureRequest, own_rules: None) -> Path:
     """A model with a custom operator without a rule; rules of a test end with the test."""
-    for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
-        monkeypatch.setattr(table, name, dict(getattr(table, name)))
     path = tmp_path / "covered_model.py"
     path.write_text(_FILE.replace("{name}", request.node.name))
     return path

@@ -90,6 +90,14 @@ def test_what_is_kept_is_neither_sent_nor_computed_again() -> None:
     assert both[0] == pytest.approx(both[1] * 6 / 8)
 
 
+@pytest.mark.parametrize("tokens", [61, 64])
+def test_odd_numbers_of_rows_are_not_misaligned(tokens: int) -> None:
+    """Rows of an expert count as multiples of 8, so no product of a grouped kernel is priced as misaligned."""
+    inputs = operands(tokens, held=2)
+    done = work("autoshard.experts_backward.default", [inputs[0], *inputs], inputs[:1], ((None,) * 7 + CONSTANTS))
+    assert all(shape.n % 8 == 0 and shape.k % 8 == 0 for shape in done.products)
+
+
 def sent(name: str, before: tuple[None, ...], inputs: list[TensorInfo], beside: Sequence[float] = ()) -> list[float]:
     """Return the bytes of each exchange of a call; some exchanges run `beside` a share of its computation."""
     found = EXCHANGES[f"autoshard.{name}.default"](inputs, (*before, *CONSTANTS, "expert"))

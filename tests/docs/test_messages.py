@@ -72,6 +72,7 @@ def test_the_table_is_whole() -> None:
     assert len(MISTAKES) >= 40
 
 
+@pytest.mark.usefixtures("own_rules")
 @pytest.mark.parametrize("mistake", of("python"))
 def test_python(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of the page, as the file train.py, raise the error with the whole message of the page."""

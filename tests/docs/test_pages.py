@@ -76,6 +76,7 @@ def _torchrun(ranks: str) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
 
 
+@pytest.mark.usefixtures("own_rules")
 @pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text()], ids=_name)
 def test_the_sessions_of_a_page_run(page: Path) -> None:
     """Doctests, in order."""

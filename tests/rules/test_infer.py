@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 import autoshard
 from autoshard.errors import OperatorError, RuleInferenceError
 from autoshard.ir.mesh import Mesh
-from autoshard.rules import infer, registry, strategies
+from autoshard.rules import strategies
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import as_overload, bound_rule, inferred_operators
 from tests.rules.run_strategy import check_strategy, results_of
@@ -86,12 +86,7 @@ clipped_total = _custom("clipped_total", _clipped_total)
 repeated = _custom("repeated", _repeated)
 
 
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove rules that a test found or wrote."""
-    for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
-        monkeypatch.setattr(table, name, dict(getattr(table, name)))
-    return
+pytestmark = pytest.mark.usefixtures("own_rules")
 
 
 _CASES: list[tuple[Any, tuple[Tensor, ...], str]] = [
@@ -199,7 +194,7 @@ def test_a_user_writes_a_rule() -> None:
     _check_all_strategies(gate, (_draw(8, 4), _draw(4)))
     _check_all_strategies(product, (_draw(8, 4), _draw(4, 8)))
     assert len(strategies(as_overload(gate), (_draw(8, 4), _draw(4)), {}, 2)) == 2
-    assert not {"autoshard_test_infer.gate.default", "autoshard_test_infer.product.default"} & set(inferred_operators())
+    assert inferred_operators() == {}
 
 
 def test_an_operator_has_one_rule() -> None:

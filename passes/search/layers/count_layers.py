@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,8 +24,6 @@ from torch import fx
 import autoshard.kernels as kernels
 from autoshard.ir.program import InputKind, tensor_values
 from autoshard.ir.spec import PartitionSpec
-from cost_models.exchanges import WORKSPACE_BYTES
-from cost_models.work import TensorInfo
 from passes.search.layers.chains import Chains
 from passes.search.layers.fold_program import FoldedProgram, is_layout
 from passes.search.layers.propagate_axis import LAYERS, AxisLayout, MoveKind
@@ -38,12 +37,17 @@ from passes.search.layers.trace_values import (
 )
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.operator_names import dtype_name, operator_name
+from passes.strategies.workspaces import workspace_bytes
 
 _Key = tuple[str, int]
 FUSED = "fused"
 """The operator of a chain."""
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
+_EXCHANGED: Mapping[Any, Any] = {
+    kernels.experts: kernels.exchanged_experts,
+    kernels.experts_backward: kernels.exchanged_experts_backward,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +230,8 @@ class _LayerCounter:
 
     def _operator(self, node: fx.Node) -> str:
         """Return the operator's name in the cost models; layers with shared-out experts exchange tokens."""
-        name = operator_name(node)
         is_shared = node.target in LAYERS and "expert" in self.layouts
-        return name.replace("experts", "exchanged_experts", 1) if is_shared else name
+        return str(_EXCHANGED[node.target]) if is_shared else operator_name(node)
 
     def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
         """Return the tokens of a layer of experts, each once for each of its experts; `width` elements each, or a
@@ -308,12 +311,9 @@ class _LayerCounter:
 
     def _inside(self, layer: fx.Node) -> Sized:
         """Return the memory of a running layer of experts, as a width of its rows."""
-        arguments = tuple(fx.map_arg(layer.args, lambda argument: None))
-        infos = [item.meta["val"] for item in operands_of(layer)]
-        inputs = tuple(TensorInfo(tuple(item.shape), item.itemsize, dtype_name(item.dtype)) for item in infos)
         rows = self._rows(layer, 1)
-        whole = WORKSPACE_BYTES[operator_name(layer)](inputs, arguments)
-        return replace(rows, first=(rows.first[0], math.ceil(whole / (math.prod(rows.first) * rows.itemsize))))
+        width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))
+        return replace(rows, first=(rows.first[0], width))
 
     def _sums_gradients(self, chain: list[fx.Node]) -> bool:
         """Whether a chain adds up a parameter's gradient in place."""

@@ -26,6 +26,7 @@ from torch import fx
 import autoshard.kernels as kernels
 from autoshard.ir.program import tensor_values
 from autoshard.ir.spec import PartitionSpec
+from autoshard.kernels.experts import FIRST_MATRIX
 from autoshard.rules.enumeration import Strategy
 from passes.search.layers.fold_program import FoldedProgram
 from passes.search.layers.propagate_axis import LAYERS
@@ -35,8 +36,6 @@ from passes.strategies.enumerate_strategies import operands_of
 aten = torch.ops.aten
 _SORTS = frozenset({aten.sort.default, aten.sort.stable})
 _SELECTIONS = frozenset({aten.index_select.default, aten.index_add.default})
-FIRST_MATRIX = 3
-"""Index of the first matrix among the operands of `experts`; tokens, their experts and weights come first."""
 
 
 def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
@@ -71,13 +70,14 @@ def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
 
 
 def _shared(node: fx.Node, axis: str) -> Strategy:
+    """Return the strategy that splits matrices, and in the backward their gradients, which are the last results."""
     split, whole = PartitionSpec(axis), PartitionSpec()
-    first = FIRST_MATRIX + (node.target is kernels.experts_backward)
-    inputs = tuple(split if index >= first else whole for index in range(len(operands_of(node))))
-    present = [value for value in tensor_values(node) if value is not None]
-    count = len(inputs) - first if node.target is kernels.experts_backward else 0
-    outputs = tuple(split if index >= len(present) - count else whole for index in range(len(present)))
-    return Strategy(inputs, outputs, (None,))
+    is_backward = node.target is kernels.experts_backward
+    first = FIRST_MATRIX + is_backward
+    matrices, results = len(operands_of(node)) - first, sum(value is not None for value in tensor_values(node))
+    gradients = matrices if is_backward else 0
+    inputs = (*(whole,) * first, *(split,) * matrices)
+    return Strategy(inputs, (*(whole,) * (results - gradients), *(split,) * gradients), (None,))
 
 
 def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,6 +35,15 @@ class FakePlan:
     was_cut: bool = False
     recipe: Recipe | None = None
     baselines: Mapping[str, float] = field(default_factory=dict)
+
+
+def test_a_plan_of_stages_that_recompute_is_not_plain() -> None:
+    """A plan is plain if neither the plan nor any of its stages recomputes or offloads."""
+    nothing, some = SimpleNamespace(nodes=()), SimpleNamespace(nodes=("mm",))
+    stages = [FakePlan(None, recompute, offload) for recompute, offload in product((nothing, some), repeat=2)]
+    made = [FakePlan(None, nothing, nothing, stages=(stages[0], stage)) for stage in stages]
+    plans = [Planned(cast(Planner, None), REQUEST, cast(Any, None), cast(Any, plan)) for plan in made]
+    assert [plan.is_plain for plan in plans] == [True, False, False, False]
 
 
 @dataclass(frozen=True)

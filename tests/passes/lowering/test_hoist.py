@@ -18,6 +18,7 @@ from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.node_time import NodeTime
 from passes.memory.lowered_memory import peak_bytes
+from passes.memory.stage_load import StageLoad
 from passes.verification.verify_phases import verify_phases
 from tests.passes.families import FAMILIES
 from tests.passes.hoist_mutations import hoist_what_differs
@@ -98,6 +99,16 @@ def test_as_much_is_held_as_fits() -> None:
     assert counts == sorted(counts)
     assert counts[0] < counts[1] < counts[-1] == held(phased_of(LLAMA, SHARDED))
     assert Hoist(2, TIME, least - 1)(phased) is phased
+
+
+def test_stages_of_a_rank_share_its_memory() -> None:
+    """Beside other stages and micro-batches fewer values are held within the rank's limit."""
+    phased, load = alone(LLAMA, SHARDED), StageLoad(stages=3, in_flight=5)
+    least, most = (peak_bytes(item, 2, load) for item in (phased, Hoist(2, TIME, ROOMY)(phased)))
+    limit = (least + most) / 2
+    made, roomy = Hoist(2, TIME, limit, load)(phased), Hoist(2, TIME, limit)(phased)
+    assert peak_bytes(made, 2, load) <= limit < peak_bytes(roomy, 2, load)
+    assert 0 < held(made) < held(roomy)
 
 
 def test_without_a_limit_the_peak_stays() -> None:

@@ -23,6 +23,7 @@ from passes.lowering.keep_rows import KeepRows
 from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import peak_bytes
+from passes.memory.stage_load import StageLoad
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.test_experts import EXCHANGED, PAIR, built, plan_with
 from tests.passes.mutants import Place, mutate
@@ -85,6 +86,16 @@ def test_as_many_layers_keep_rows_as_fit() -> None:
     last = calls(plain().forward, kernels.exchanged_experts)[-1]
     assert f"{last.name}_kept_rows" in found[all_keep - 1].saved
     assert peak_bytes(KeepRows()(plain())) <= peak_bytes(plain()) < all_keep
+
+
+def test_micro_batches_in_flight_each_keep_rows() -> None:
+    """A stage's kept rows are counted once for each micro-batch in flight on its rank."""
+    load = StageLoad(in_flight=4)
+    all_keep = peak_bytes(KeepRows(1, ROOMY)(plain()), load=load)
+    found = KeepRows(1, all_keep - 1, load)(plain())
+    assert kept(found) == LAYERS - 1
+    assert peak_bytes(found, load=load) < all_keep
+    assert kept(KeepRows(1, all_keep - 1)(plain())) == LAYERS
 
 
 def test_a_layer_that_is_recomputed_keeps_nothing() -> None:

@@ -82,6 +82,7 @@ def test_entries_of_one_moment_stand_together() -> None:
 def test_options_choose_passes() -> None:
     """A pass that the options do not ask for is not made."""
     few = LoweringOptions(with_native=False, with_overlap=False, plan=compile_layer().plan)
-    names = {type(item).__name__ for item in passes_at(Moment.LOWERED, few)}
-    assert names >= {"Lower", "SplitPhases", "Hoist", "NameCommunicators"}
-    assert names.isdisjoint({"SelectKernels", "JoinBiases", "NarrowReductions", "KeepRows"})
+    usual = ["Lower", "SplitPhases", "Hoist", "NameCommunicators"]
+    names = [type(item).__name__ for item in passes_at(Moment.LOWERED, few)]
+    assert [name for name in names if name in usual] == usual  # a pass of a newcomer may stand between
+    assert not {"SelectKernels", "JoinBiases", "NarrowReductions", "KeepRows"} & set(names)

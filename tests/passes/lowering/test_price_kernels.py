@@ -121,7 +121,7 @@ def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
     plan = autoshard.plan(model, CLUSTER.mesh({"x": 2}), **arguments, backend="triton")
     kernels = plan.predicted.kernels
     assert plan.repeats
-    assert {use.times for use in kernels.uses} >= {1, 1 + plan.repeats[0].left_out}
+    assert {use.times for use in kernels.uses} >= {1, 5}
     sharded = autoshard.compile(model, Mesh({"x": 2}), plan=plan)
     sharded(*batch())
     whole = sharded.programs[0]

@@ -26,6 +26,7 @@ RUNTIMES = st.builds(
     overlap_expert=st.booleans(),
     overlap_offload=st.booleans(),
     early_stop=st.booleans(),
+    folded_experts=st.booleans(),
     fused=st.just(True),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
     cuda_graph=st.booleans(),

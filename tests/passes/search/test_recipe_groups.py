@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import OURS
 from passes.search.recipe_groups import recipe_groups
 
 
@@ -28,3 +29,13 @@ def test_gradients_are_reduced_over_data_and_context() -> None:
     assert (found.replicas.size, found.zero.size, found.context.size) == (16, 16, 4)
     half = recipe_groups(Execution(data=4, context=4, tensor=2, zero=3, zero_group=8), _cluster(both))
     assert (half.zero.size, half.outer.size) == (8, 2)
+
+
+def test_our_expert_groups_lie_across_tensor_and_context_ranks() -> None:
+    """Eight expert ranks are one node with Megatron's folding, and two nodes beside two context ranks of ours."""
+    folded = Execution(data=16, context=2, expert=8)
+    ours = Execution(data=16, context=2, expert=8, runtime=OURS)
+    theirs, own = (recipe_groups(recipe, _cluster(recipe)) for recipe in (folded, ours))
+    assert [(groups.expert.size, groups.expert.nodes) for groups in (theirs, own)] == [(8, 1), (8, 2)]
+    assert theirs.expert_replicas.size == own.expert_replicas.size == 4
+    assert (theirs.expert_replicas.per_node, own.expert_replicas.per_node) == (1, 2)

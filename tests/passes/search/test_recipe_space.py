@@ -10,7 +10,7 @@ import pytest
 
 from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.runtime import RUNTIMES
+from autoshard.ir.runtime import OURS, RUNTIMES
 from cost_models.schedule_orders import SCHEDULES, admits
 from passes.search.pipeline_stages import even_blocks
 from passes.search.recipe_plan import predict_recipe
@@ -154,3 +154,20 @@ def test_a_profile_restricts_the_space() -> None:
     assert {each.zero for each in staged} == {0, 1}
     assert {each.zero for each in found} == {0, 1, 2, 3}
     assert {each.offload for each in staged} == {"none"}
+
+
+def test_our_experts_are_shared_out_among_data_ranks() -> None:
+    """Tensor ranks share out experts with Megatron's folding alone, and both spaces have experts."""
+    folded, ours = (
+        {
+            (layout.tensor, layout.expert, space.devices // layout.ranks // ranks)
+            for layouts in space.layouts()
+            for layout in layouts
+            for ranks in space.pipelines(layout)
+            if layout.expert > 1
+        }
+        for space in (RecipeSpace(SPARSE, 4, base) for base in (BASE, dataclasses.replace(BASE, runtime=OURS)))
+    )
+    assert any(expert > data for _, expert, data in folded)
+    assert ours
+    assert all(data % expert == 0 for _, expert, data in ours)

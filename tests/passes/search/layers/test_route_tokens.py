@@ -8,9 +8,11 @@ import torch
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from autoshard.ir.spec import P
+from passes.driver.pricing import priced_model
 from passes.search.layers.price_layers import Busy, LayerPrice
 from passes.search.layers.propagate_axis import AXIS
 from passes.search.layers.route_tokens import routed_calls
+from tests.models import mixtral
 from tests.passes.decoders import priced_sparse
 
 PRICED = priced_sparse()
@@ -60,6 +62,29 @@ def test_tokens_that_all_tensor_ranks_hold_are_not_split() -> None:
     whole = _experts(Execution(data=2, tensor=2, expert=4, micro_batch=64))
     alone = _experts(Execution(data=4, expert=4, micro_batch=64))
     assert [item for item in whole.forward.traffic if item.axis == "expert"] == list(alone.forward.traffic)
+
+
+def test_a_layer_that_is_one_operator_shares_out_its_experts() -> None:
+    """Rows go there and back in the forward, three ways in the backward; a tensor axis splits experts without it."""
+    model, inputs = mixtral(layers=3)
+    counted = priced_model(model, inputs, None, whole_experts=True).counted
+    cluster = Cluster("h100_sxm", 1, 4)
+    ends = {"before", "after"}
+    alone, shared, split = (
+        next(price for name, price in counted.layer_prices(recipe, cluster).items() if name not in ends)
+        for recipe in (Execution(data=4), Execution(data=4, expert=4), Execution(tensor=4, expert_tensor=4))
+    )
+    config = model.config
+    tokens = inputs["input_ids"].shape[1] * config.num_experts_per_tok  # a micro-batch is one sequence
+    row_bytes = tokens * config.hidden_size * 4
+    for phase, times in ((shared.forward, 2), (shared.backward, 3)):
+        assert [item.bytes for item in phase.traffic if item.axis == "expert"] == [row_bytes] * times
+    whole = alone.parameters + alone.expert_parameters
+    matrices = config.num_local_experts * 3 * config.hidden_size * config.intermediate_size
+    assert (alone.expert_parameters, shared.expert_parameters) == (0, matrices // 4)
+    assert shared.parameters == whole - matrices
+    assert not [item for item in split.forward.traffic if item.axis == "expert"]
+    assert split.saved_bytes < alone.saved_bytes
 
 
 def _seconds(busy: Busy) -> tuple[float, ...]:
