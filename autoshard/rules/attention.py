@@ -125,17 +125,8 @@ def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Seque
 
 def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
     """Whether an attention call with operands of these specs sends keys round the ranks."""
-    return _splits_rows(target, inputs, 1)
-
-
-def splits_queries(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
-    """Whether an attention call with operands of these specs splits the query rows."""
-    return _splits_rows(target, inputs, 0)
-
-
-def _splits_rows(target: Any, inputs: Sequence[PartitionSpec], behind_queries: int) -> bool:
     query = _QUERIES.get(target)
-    return query is not None and bool(inputs[query + behind_queries].axes_of(_ROWS))
+    return query is not None and bool(inputs[query + 1].axes_of(_ROWS))
 
 
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
