@@ -59,8 +59,8 @@ class Execution(Recipe):
             check_count("global_batch", self.global_batch)
         if not self.runtime.folded_experts and self.data % self.expert:
             raise RecipeError(
-                f"expert={self.expert} must divide data={self.data}: with runtime={self.runtime.name!r} the ranks of an "
-                "expert group differ in their data alone. Use fewer expert ranks or more data ranks."
+                f"expert={self.expert} must divide data={self.data}: with runtime={self.runtime.name!r} the ranks of "
+                "an expert group differ in their data alone. Use fewer expert ranks or more data ranks."
             )
         each = self.micro_batch * self.data
         if self.batch % each:
