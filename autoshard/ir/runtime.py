@@ -29,6 +29,8 @@ class Runtime:
         separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum (DeepSpeed's bf16 optimizer).
             Megatron-LM adds each product to the sum at once.
         master_weights: the optimizer keeps parameters in float32.
+        narrow_copies: below ZeRO-3 the model holds a copy of these parameters in the type of its products, and ZeRO
+            shards the float32 originals. Otherwise each product casts its parameters.
         overlap_gradients: gradients are reduced during the backward of the last micro-batch.
         overlap_parameters: ZeRO-1/2 gather the updated parameters during the next forward; ZeRO-3 gathers each block's
             parameters during the block before it.
@@ -68,6 +70,7 @@ class Runtime:
     gradient_dtype: str = "f32"
     separate_sum: bool = False
     master_weights: bool = True
+    narrow_copies: bool = True
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     overlap_tensor: bool = True
@@ -102,6 +105,7 @@ class Runtime:
 OURS = Runtime(
     name=AUTOSHARD,
     early_stop=True,
+    narrow_copies=False,
     bucket_bytes=10**12,
     fused=False,
     overlap_offload=False,

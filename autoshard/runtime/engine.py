@@ -74,6 +74,18 @@ class Engine(Protocol):
         """
         ...
 
+    def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
+        """Load a graph that adds its last results to sums while it runs, see `add_to_sums`.
+
+        The sums come after the other inputs. The result is None if this engine can only `add` afterwards.
+
+        Args:
+            graph_module: the graph; itself it adds nothing.
+            owned: for each of the last results, whether `graph_module` returns it in memory of its own. Sums begin as
+                its results.
+        """
+        ...
+
     def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
         """Store a local value, with the slot's spec, into each of the user's tensors, in place."""
         ...
@@ -193,6 +205,10 @@ class SimulatorEngine:
             return tuple(simulate(graph_module, self.mesh, inputs))
 
         return run
+
+    def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
+        """None: ranks may share tensors, so a write would change several ranks."""
+        return None
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
         if tuple(tensor.shape) != slot.shape:

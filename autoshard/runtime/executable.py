@@ -222,6 +222,10 @@ class Executable:
         return self.engine.load(self.phased.backward)
 
     @cached_property
+    def _adding_backward(self) -> Loaded | None:
+        return self.engine.load_adding(self.phased.backward, self.owned_gradients)
+
+    @cached_property
     def owned_gradients(self) -> tuple[bool, ...]:
         """Which gradients carried from a backward into the update may be written over."""
         return owned_results(self.phased.backward.graph)[len(self.gradients) :]
@@ -269,15 +273,21 @@ class Executable:
     def _halves(self) -> _Halves:
         halves = self.phased.halves
         assert halves is not None, "the order cuts backwards"
-        return _Halves(
-            self.engine.load(halves.inputs), self.engine.load(halves.weights), owned_results(halves.weights.graph)
-        )
+        owned = owned_results(halves.weights.graph)
+        adding = self.engine.load_adding(halves.weights, owned)
+        return _Halves(self.engine.load(halves.inputs), self.engine.load(halves.weights), adding, owned)
 
-    def load(self) -> None:
-        """Load all phases now. They may bind process groups, so all ranks must load together."""
+    def load(self, *, adds: bool = False) -> None:
+        """Load all phases now. They may bind process groups, so all ranks must load together.
+
+        Args:
+            adds: whether micro-batches add their gradients.
+        """
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
         _ = self._hoisted, self._forward, self._backward
+        if adds:
+            _ = self._adding_backward
         if self.phased.halves is not None:
             _ = self._halves
         if self.update is not None:
@@ -325,6 +335,18 @@ class Executable:
         count = len(self.gradients)
         return results[:count], results[count:]
 
+    @property
+    def adds_in_backward(self) -> bool:
+        """Whether `run_adding_backward` and `run_adding_half` can run."""
+        return self._adding_backward is not None
+
+    def run_adding_backward(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Like `run_backward_on`, but gradients are added to sums, which follow the tangents in `values`."""
+        assert self._adding_backward is not None, "the engine adds in backwards"
+        results = list(self._adding_backward(values))
+        count = len(self.gradients)
+        return results[:count], results[count:]
+
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Local gradients for other stages, and the inputs of the second half; `values` as for `run_backward_on`."""
         results = list(self._halves.inputs(values))
@@ -334,6 +356,11 @@ class Executable:
     def run_second_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], Sequence[bool]]:
         """The values carried into the update, and which of them may be written over; empties `values`."""
         return list(self._halves.weights(values)), self._halves.owned
+
+    def run_adding_half(self, values: list[LocalValue]) -> list[LocalValue]:
+        """Like `run_second_half`, but gradients are added to sums, which come last in `values`."""
+        assert self._halves.adding_weights is not None, "the engine adds in backwards"
+        return list(self._halves.adding_weights(values))
 
     def run_backward(
         self,
@@ -398,6 +425,7 @@ class _Halves:
 
     inputs: Loaded
     weights: Loaded
+    adding_weights: Loaded | None
     owned: Sequence[bool]
 
 

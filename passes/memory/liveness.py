@@ -201,10 +201,7 @@ class _Times:
             (out_of[link.tail] if leaving else into[link.head]).append(index)
         reshards, calls, adding = {}, {}, {}
         point = forward_end = 0
-        last, last_gradient = (
-            max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, phase)), default=0)
-            for phase in ("forward", "backward")
-        )
+        last = max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, "forward")), default=0)
         for number, (name, site) in enumerate(space.sites.items()):
             if site.node is None:
                 continue
@@ -217,9 +214,8 @@ class _Times:
                 reshards[index] = point = point + 1
             if number == last:
                 forward_end = point = point + 1
-            if number == last_gradient:
-                for fan_out in (site.name for site in space.sites.values() if is_gradient_fan_out(site.node)):
-                    adding[fan_out] = point = point + 1
+            if is_gradient_fan_out(site.node):
+                adding[name] = point = point + 1
         return cls(reshards, calls, forward_end, adding, point + 1)
 
 

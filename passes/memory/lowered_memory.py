@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoshard.graphs.add_to_sums import adding
 from autoshard.graphs.fill_buckets import filled
 from autoshard.graphs.owned_results import owned_results
 from autoshard.graphs.write_in_place import written_in_place
@@ -61,9 +62,9 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     inputs = _inputs(memory, phased)
     sums = _sums(memory, phased) if micro_batches > 1 else []
     once = _run_once(memory, phased, inputs)
-    held = [*inputs, *sums, *once]
+    held = [*inputs, *once]
     results = memory.run(
-        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], held
+        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], [*held, *sums]
     )
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
@@ -71,12 +72,12 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
         slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
         held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
-    gradients = memory.run(filled(phased.backward.graph), [*saved, *tangents], held, GRADIENTS)
+    backward = filled(phased.backward.graph)
+    if sums:
+        backward = adding(backward, owned_results(phased.backward.graph)[len(phased.backward_outputs) :])
+    gradients = memory.run(backward, [*saved, *tangents, *sums], held, GRADIENTS)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
-        if sums:
-            owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
-            carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
         memory.run(update_in_place(phased.update, written_by_update(phased)), read, inputs)
     parts = memory.parts or dict.fromkeys(PARTS, 0)
@@ -122,23 +123,6 @@ def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
     """The sums of gradients over the micro-batches so far."""
     pairs = zip(carried_bytes(phased), carried_nodes(phased), strict=True)
     return [memory.new(size, GRADIENTS, node) for size, node in pairs]
-
-
-def _add(
-    memory: Storages, sums: Sequence[Value], gradients: Sequence[Value], owned: Sequence[bool], held: Sequence[Value]
-) -> list[Value]:
-    """Add gradients to sums, first in place, then into new memory; addends are freed afterwards.
-
-    Sums have the memory layout of the first micro-batch's gradients, so they are together where `gradients` are.
-    """
-    left = [index for index, is_owned in enumerate(owned) if not is_owned]
-    found = [gradient for gradient, is_owned in zip(gradients, owned, strict=True) if is_owned]
-    for place, index in enumerate(left):
-        total = memory.bytes_of([gradients[index]])
-        found.append(memory.new(total, GRADIENTS))
-        addends = (value[other] for other in left[place:] for value in (sums, gradients))
-        memory.note([*held, *addends, *found])
-    return found
 
 
 def carried_bytes(phased: PhasedProgram) -> list[int]:

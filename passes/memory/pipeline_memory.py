@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autoshard.graphs.add_to_sums import adding
 from autoshard.graphs.fill_buckets import filled
 from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.lowered import PhasedProgram
@@ -27,7 +28,7 @@ from autoshard.ir.pipeline_order import StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
 from passes.memory.lowered_memory import carried_bytes, local_bytes, update_in_place, written_by_update
-from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages
+from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,10 @@ class _Needs:
         forward: the peak of a forward, including received values.
         saved: values that a forward saves.
         backward: the peak of a backward, including saved and received values.
+        backward_with_sums: the same for a backward that adds its gradients to sums, without the sums.
         carried: the gradients that a backward makes for the update.
-        adding: the further peak of the addition of these to the sums.
         first_half, kept, second_half: the peaks of the halves of a cut backward, and the memory kept in between.
+        second_half_with_sums: the peak of a second half that adds its gradients to sums, without the sums.
         update: the peak of the update, without parameters and state, with the gradients.
         sent: values that a forward makes for other stages and does not save, by name.
     """
@@ -72,13 +74,14 @@ class _Needs:
     forward: int
     saved: int
     backward: int
+    backward_with_sums: int
     carried: int
-    adding: int
     update: int
     sent: Mapping[str, int]
     first_half: int = 0
     kept: int = 0
     second_half: int = 0
+    second_half_with_sums: int = 0
 
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
@@ -129,19 +132,28 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         if name in crossing
     }
     tangents = [inputs[index] for index in phased.backward_inputs]
-    memory.run(filled(phased.backward.graph), [*saved, *tangents], [*held, *once])
+    whole = filled(phased.backward.graph)
+    memory.run(whole, [*saved, *tangents], [*held, *once])
     backward = _restart(memory) - base - hoisted
     carried = carried_bytes(phased)
-    owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
+    sums = [memory.new(size) for size in carried]
+
+    def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
+        """Bytes beside the sums while a graph adds the gradients that `own` carries to them."""
+        memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
+        return _restart(memory) - base - hoisted - sum(carried)
+
+    backward_with_sums = more_with_sums(whole, phased.backward.graph, [*saved, *tangents])
     halves: dict[str, int] = {}
     if phased.halves is not None:
-        owned = owned_results(phased.halves.weights.graph)
         first = memory.run(filled(phased.halves.inputs.graph), [*saved, *tangents], [*held, *once])
         halves["first_half"] = _restart(memory) - base - hoisted
         between = first[len(phased.backward_outputs) :]
         halves["kept"] = memory.bytes_of([*held, *once, *between]) - base - hoisted
         memory.run(filled(phased.halves.weights.graph), between, [*held, *once])
         halves["second_half"] = _restart(memory) - base - hoisted
+        own = phased.halves.weights.graph
+        halves["second_half_with_sums"] = more_with_sums(own, own, between)
     return _Needs(
         parameters=total(InputKind.PARAMETER, InputKind.BUFFER),
         state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES),
@@ -151,8 +163,8 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         forward=forward,
         saved=kept,
         backward=backward,
+        backward_with_sums=backward_with_sums,
         carried=sum(carried),
-        adding=max((size for size, is_owned in zip(carried, owned, strict=True) if not is_owned), default=0),
         update=_update_bytes(phased, carried),
         sent=sent,
         **halves,
@@ -245,8 +257,7 @@ class _RankWalk:
             case Work.BACKWARD:
                 self._read(number, micro_batch, is_forward=False)
                 self._save(-needs.saved)
-                self._reach(needs.backward)
-                self._add(number, needs)
+                self._add(number, needs, needs.backward, needs.backward_with_sums)
                 self._send(number, micro_batch, is_forward=False)
             case Work.BACKWARD_INPUT:
                 self._read(number, micro_batch, is_forward=False)
@@ -256,16 +267,14 @@ class _RankWalk:
                 self._send(number, micro_batch, is_forward=False)
             case Work.BACKWARD_WEIGHT:
                 self._save(-needs.kept)
-                self._reach(needs.second_half)
-                self._add(number, needs)
+                self._add(number, needs, needs.second_half, needs.second_half_with_sums)
 
-    def _add(self, number: int, needs: _Needs) -> None:
-        """Gradients join the sums."""
-        if number in self.summed:
-            self._reach(needs.carried + needs.adding)
-            return
-        self.summed.add(number)
-        self.live[GRADIENTS] += needs.carried
+    def _add(self, number: int, needs: _Needs, first: int, later: int) -> None:
+        """Make a micro-batch's gradients with `first` more bytes, or add them to sums with `later` more."""
+        self._reach(later if number in self.summed else first)
+        if number not in self.summed:
+            self.summed.add(number)
+            self.live[GRADIENTS] += needs.carried
 
     def _save(self, size: int) -> None:
         self.live[ACTIVATIONS] += size

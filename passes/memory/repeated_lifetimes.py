@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from passes.memory.liveness import Held, Interval, Liveness, OnLink, RepeatedLifetimes
 from passes.strategies.enumerate_strategies import SearchSpace, leaves_program
-from passes.strategies.repeated import AHEAD, BEHIND, RepeatedUnits
+from passes.strategies.repeated import BEHIND, RepeatedUnits
 
 Key = tuple[str | int, Hashable]
 """The site or link index that keeps a value in memory, and the value's number."""
@@ -65,27 +65,22 @@ def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
 def _gaps(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> dict[int, int]:
     """Map each point of a unit to the first point of the second of the two units beside the gap, in its run.
 
-    A unit has points for its calls, and for reshards on links into them or from them out of the program. Further points
-    are those at which its gradients are accumulated over micro-batches.
+    A unit has points for its calls, for reshards on links into them or from them out of the program, and for the
+    addition of its gradients to the sums over micro-batches.
     """
     into: dict[str, list[int]] = defaultdict(list)
     for link, point in zip(space.links, map(liveness.reshards.__getitem__, range(len(space.links))), strict=True):
         if not leaves_program(space.sites[link.head], link):
             into[link.head].append(point)
     gaps: dict[int, int] = {}
-    adding: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     starts = {place: min([liveness.calls[name], *into[name]]) for place, name in repeated.starts.items()}
     for name, spot in repeated.spots.items():
         start = starts.get((spot.repeat, spot.place))
         if start is not None:
-            gaps |= dict.fromkeys((liveness.calls[name], *into[name]), start)
-        if name in liveness.adding:
-            adding[spot.repeat][spot.unit].append(liveness.adding[name])
+            added = [liveness.adding[name]] if name in liveness.adding else []
+            gaps |= dict.fromkeys((liveness.calls[name], *into[name], *added), start)
     for index, link in enumerate(space.links):
         spot = repeated.spots.get(link.tail)
         if spot is not None and leaves_program(space.sites[link.head], link):
             gaps[liveness.reshards[index]] = starts.get((spot.repeat, spot.place), liveness.reshards[index])
-    for units in adding.values():
-        start = max(min(units[AHEAD]), min(units[BEHIND]))
-        gaps |= {point: start for points in units.values() for point in points}
     return gaps

@@ -152,11 +152,12 @@ def host_bytes(
 def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
-    extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
     has_masters = recipe.runtime.master_weights
-    state = (4 if has_masters else weight) * MOMENTS[recipe.optimizer] + (4 if has_masters and recipe.zero < 3 else 0)
-    if recipe.zero == 3:
-        weight = 4 if has_masters else weight
+    has_copies = has_masters and recipe.zero < 3 and (recipe.runtime.narrow_copies or recipe.pipeline == 1)
+    extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
+    state = (4 if has_masters else weight) * MOMENTS[recipe.optimizer] + (4 if has_copies else 0)
+    if has_masters and not has_copies:
+        weight = 4
     on_device = 0.0 if recipe.offload in ("optimizer", "parameters") else 1.0
     return {
         "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
