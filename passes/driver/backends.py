@@ -22,8 +22,9 @@ _WITH_KERNELS = ("inductor", "triton")
 
 
 def has_kernels(backend: str, device: torch.device) -> bool:
-    """Whether a backend's programs have Triton kernels on a device. On a CPU they have them only in Triton's
-    interpreter.
+    """Whether a backend's programs have Triton kernels on a device.
+
+    On a CPU they have them only in Triton's interpreter.
     """
     return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 

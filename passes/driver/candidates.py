@@ -72,8 +72,7 @@ def candidates_of(
     """Return the candidates within a recipe, with the fewest micro-batches first. `micro_batches` fixes their number.
 
     Without stages, candidates with more micro-batches are planned only until a plan keeps all values. A pipeline has a
-    few
-    numbers of micro-batches, which are multiples of its ranks if possible.
+    few numbers of micro-batches, which are multiples of its ranks if possible.
 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
@@ -107,8 +106,9 @@ was 14 % faster. If the time budget cut a search, its plan may take `_SLOW` time
 """
 
 _AXES_IN_TIME = 2
-"""The number of mesh axes for which a search over all specs is fast enough. On more axes the recipe restricts the
-specs.
+"""The number of mesh axes for which a search over all specs is fast enough.
+
+On more axes the recipe restricts the specs.
 """
 
 

@@ -45,8 +45,7 @@ most 1.03 in programs without inner blocks, and on CPUs.
 
 _ALIKE = 0.02
 """Relative difference of step times up to which plans on CPUs count as equally fast, because prices are less exact
-there
-(`tests.benchmarks.local_plans`).
+there (`tests.benchmarks.local_plans`).
 """
 
 

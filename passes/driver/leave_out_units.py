@@ -2,8 +2,7 @@
 
 Before → after: blocks 8 to 27 run the same operators. Blocks 8, 9, 26 and 27 stay, and a `Repeat` counts the missing
 blocks. In the forward, block 26 reads the values of block 9 instead of those of block 25. In the backward, block 9
-reads
-the values of block 26 instead of those of block 10.
+reads the values of block 26 instead of those of block 10.
 """
 
 from __future__ import annotations

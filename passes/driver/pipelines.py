@@ -1,5 +1,4 @@
-"""The pipeline arguments of a call (mesh axis, schedule, stages, micro-batches), checked and completed from its plan.
-"""
+"""The pipeline arguments of a call (axis, schedule, stages, micro-batches), checked and completed from its plan."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
 
 
 def _fields(recipe: Recipe | None) -> dict[str, Any]:
-    """Return the fields of a recipe by name, without `pipeline`, which the mesh decides. All are None without a recipe.
-    """
+    """Return the fields of a recipe by name, but `pipeline`, which the mesh decides. All are None without a recipe."""
     known = recipe or Recipe()
     return {item.name: getattr(known, item.name) for item in fields(Recipe) if item.name != "pipeline"}
 

@@ -91,8 +91,9 @@ class PlanAgain:
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Return a new plan of the call with a change. The mesh and the stages stay, unless `change.fields` changes
-        them.
+        """Return a new plan of the call with a change.
+
+        The mesh and the stages stay, unless `change.fields` changes them.
         """
         made = self.planned
         planner = replace(made.planner, change=change, ceiling=None, progress=False)
@@ -134,8 +135,7 @@ class PlanAgain:
 
         Raises:
             NotAvailableError: the call lacks an optimizer, has constraints, or its inputs have no common batch size.
-                The
-                message names a call that works.
+                The message names a call that works.
         """
         if self.searched is not None:
             return self.searched

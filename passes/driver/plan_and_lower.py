@@ -115,8 +115,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         DoesNotFitError: no solution fits in memory.
         NotAlikeError: left-out blocks and the blocks beside them do not recompute alike.
         DearMeshError: each solution is slower than a plan on another mesh. Also no known recipe on this mesh can be
-            faster
-            after lowering.
+            faster after lowering.
     """
     search = Search(options.memory_budget, control=options.control)
     peak_of = peak_under(options)

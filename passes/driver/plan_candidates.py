@@ -72,8 +72,7 @@ def plan_candidates(
 
     Raises:
         AutoshardError: no candidate has a plan. It is the error of the candidate that needs the least memory, or else
-            the
-            first error.
+            the first error.
     """
     planner, ceiling = replace(planner, traces=Traces()).begun()
     requests: dict[int, Request] = {}

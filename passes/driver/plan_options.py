@@ -34,15 +34,13 @@ class PlanOptions:
         recompute: whether values of the forward may be recomputed in the backward if memory is short.
         offload: whether values may then also wait in the host's memory.
         reduce_dtype: the type in which float32 gradients are sent between ranks. Predictions use it; the search prices
-            the
-            gradients' own type.
+            the gradients' own type.
         with_kernels: whether to price Triton kernels instead of the calls that they replace.
         recipe: restricts the search; None: no restriction.
         specs: for names of sites of the program, the spec that their value must have.
         roles: for mesh axes, the role that each must have.
         elsewhere: plans on other meshes. Choices that are much slower are not lowered, and `solve_baselines` skips
-            known
-            recipes that are.
+            known recipes that are.
         control: shows the progress, and may stop the search; the plan is then the best so far.
     """
 

@@ -59,8 +59,7 @@ def outer_search(call: Call) -> RecipeSearch | None:
     step.
 
     The search is over recipes for `global_batch` sequences. Without `global_batch`, the batch of the example inputs
-    counts.
-    A given recipe restricts the search.
+    counts. A given recipe restricts the search.
 
     Raises:
         AutoshardError: `global_batch` is given, and recipes do not support the call.

@@ -38,8 +38,7 @@ def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
     """Return the stages of a model in order, each with its part of the blocks.
 
     `blocks` has the layer class of each block, in order. The first stage also has the layer class `BEFORE`, and the
-    last
-    stage has `AFTER`.
+    last stage has `AFTER`.
 
     Raises:
         RecipeError: there are more stages than blocks, or `stage_layers` has another number of blocks than the model.

@@ -159,8 +159,7 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
     """Return the bytes of "parameters", "gradients" and "optimizer state" on one rank, as a dict.
 
     `elements` is the number of parameters before ZeRO. ZeRO shards them over `shards` ranks. Both may be numbers,
-    arrays
-    or symbols.
+    arrays or symbols.
     """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0

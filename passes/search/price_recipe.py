@@ -291,8 +291,7 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
     """Bytes of device memory that are moved to sum one micro-batch's 16-bit gradients, or to prepare their reduction.
 
     A local sum reads each gradient, and reads and writes the sum. If gradients are reduced at once, FSDP copies them
-    into
-    a flat buffer, and casts the buffer to the dtype of the reduction.
+    into a flat buffer, and casts the buffer to the dtype of the reduction.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters

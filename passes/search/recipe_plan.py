@@ -172,8 +172,7 @@ def _parameter_plans(
     """Return the plan of each parameter of the whole model. Under ZeRO-3, replicas also split the first dim.
 
     The bytes of a parameter come from the recipe's own numbers of tensor, context and expert ranks. The mesh may lack
-    some
-    of these axes.
+    some of these axes.
     """
     nodes = priced.folded.single.nodes_by_name()
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}

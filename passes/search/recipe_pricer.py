@@ -168,8 +168,9 @@ class RecipePricer:
         return host_bytes(self.layers(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
-        """Bytes of the largest workspace of any kernel under a recipe's layout. A rank needs them beside all other
-        memory.
+        """Bytes of the largest workspace of any kernel under a recipe's layout.
+
+        A rank needs them beside all other memory.
         """
         return max(size.workspace_bytes for size in self.layers(recipe).values())
 

@@ -150,8 +150,7 @@ class RecipeProblem:
         """Return the fastest recipe, and the fastest recipe of each known kind (`baselines`).
 
         The search begins from `known` or from the fastest recipe of a known kind, whichever is faster. The search time
-        of the
-        result includes the searches of the kinds.
+        of the result includes the searches of the kinds.
         """
         start = time.monotonic()
         kinds = self.baselines(ceiling)
@@ -191,8 +190,7 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
     fields.
 
     Tensor parallel ranks stay within a node, as in Megatron-LM. Pipelines have Megatron-LM's schedules. HSDP shards
-    within
-    nodes, and equals FSDP on a single node.
+    within nodes, and equals FSDP on a single node.
     """
     alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
     node = cluster.devices_per_node
@@ -221,10 +219,8 @@ def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None
     """Return the recipe of another plan for this problem, or the fastest similar recipe, or None.
 
     The recipe `before` itself is returned if it fits and keeps the constraints. Similar recipes split a micro-batch in
-    the
-    same way (`alike`), and may have other numbers of replicas or pipeline ranks. None means that no similar recipe
-    exists,
-    or that the ceiling ends the search first.
+    the same way (`alike`), and may have other numbers of replicas or pipeline ranks. None means that no similar recipe
+    exists, or that the ceiling ends the search first.
     """
     try:
         recipe = problem.base.of(before)

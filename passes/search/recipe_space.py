@@ -195,8 +195,9 @@ class RecipeSpace:
         return self.base.batch
 
     def layouts(self) -> Iterator[tuple[Layout, ...]]:
-        """Return the layouts in tuples. The layouts of a tuple differ only in the micro-batch, and the smallest is
-        first.
+        """Return the layouts in tuples.
+
+        The layouts of a tuple differ only in the micro-batch, and the smallest is first.
         """
         sizes = divisors(self.devices)
         experts = sizes if self.counted.has_experts else (1,)

@@ -138,8 +138,7 @@ class _BestFirst:
     """The state of one search.
 
     `open` is a heap of (lower bound, number, set of recipes), and `best` the best recipe so far with its `objective`
-    and
-    `memory`. `bound` is the lowest bound of the heap.
+    and `memory`. `bound` is the lowest bound of the heap.
     """
 
     space: RecipeSpace

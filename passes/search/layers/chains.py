@@ -60,8 +60,7 @@ class Chains:
         operand.
 
         The calls of `chain` are in one layer class. A chain of several calls reads each value once. A value that a
-        backward
-        chain recomputes counts as an operand too.
+        backward chain recomputes counts as an operand too.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -75,8 +74,7 @@ class Chains:
         """Return the names of forward calls whose results the backward recomputes instead of reading them.
 
         Such a call is pointwise, and its operands are saved anyway or constant. In the backward only memory-bound calls
-        read
-        its result.
+        read its result.
         """
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:

@@ -236,8 +236,9 @@ class _LayerCounter:
         )  # fmt: skip
 
     def _operator(self, node: fx.Node) -> str:
-        """Return the operator's name in the cost models. Experts that are shared out over ranks have a name of their
-        own.
+        """Return the operator's name in the cost models.
+
+        Experts that are shared out over ranks have a name of their own.
         """
         is_shared = node.target in LAYERS and "expert" in self.layouts
         return str(_EXCHANGED[node.target]) if is_shared else operator_name(node)
@@ -381,8 +382,9 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """Return the value that owns the memory of a view, split as the owner. A view of a part of its owner is
-        returned itself.
+        """Return the value that owns the memory of a view, split as the owner.
+
+        A view of a part of its owner is returned itself.
         """
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]

@@ -121,8 +121,9 @@ def _named(node: fx.Node | None) -> str:
 
 
 def _size_before(two: Any, three: Any) -> Any:
-    """Return a call's argument for one sequence. An int is extrapolated from two and three sequences; others are
-    constant.
+    """Return a call's argument for one sequence.
+
+    An int is extrapolated from two and three sequences; others are constant.
     """
     return 2 * two - three if type(two) is int and type(three) is int else two
 

@@ -203,8 +203,7 @@ class _KernelGroup:
         varies: whether the price depends on the micro-batch.
         kernels: pairs of a kernel and three flags: whether it counts in the phase's `busy`, `core` and `tail`.
         prices: known sums over the kernels for `busy`, `core` and `tail`. The key is (is_block, micro-batch, sizes of
-            the
-            axes).
+            the axes).
     """
 
     axes: tuple[str, ...]
@@ -219,8 +218,7 @@ class _Held(NamedTuple):
     Args:
         values: the different shapes.
         kept: how often each shape occurs, [3 + workspaces, shapes]. The rows are saved values, saved values in
-            attention's
-            core, entering values, and the values of each workspace.
+            attention's core, entering values, and the values of each workspace.
         parameters: how often each shape occurs among parameters that all replicas hold, and among experts' parameters,
             [2, shapes].
         matrices: the number of parameters with two dims or more that all replicas hold.
@@ -353,8 +351,9 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value without its split by the expert axis. An exchange of rows between ranks does not change their
-    number.
+    """Return a value without its split by the expert axis.
+
+    An exchange of rows between ranks does not change their number.
     """
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 

@@ -85,8 +85,9 @@ class AxisLayout:
     moves: tuple[AxisMove, ...]
 
     def dim_of(self, key: _Key) -> int | None:
-        """Return the dim of a value that the axis splits, or None. The key is a node's name and the index of its
-        result.
+        """Return the dim of a value that the axis splits, or None.
+
+        The key is a node's name and the index of its result.
         """
         return self.results[key[0]][key[1]].dim_of(AXIS)
 
@@ -100,11 +101,9 @@ class Policy:
         splits_parameters: whether parameters that are not fixed may be split.
         parameters: for the placeholders of fixed parameters, their specs.
         sequence: the layout of the context axis, or None. Partial results are scattered, and whole results sliced,
-            along
-            the dims that it splits. With None, activations outside of split products stay whole.
+            along the dims that it splits. With None, activations outside of split products stay whole.
         exchanges: whether each rank has its own tokens, as on the expert axis. Then "whole" means all values of the
-            rank's
-            own tokens, and each move between whole and split activations is an all-to-all.
+            rank's own tokens, and each move between whole and split activations is an all-to-all.
         routed: the strategies of calls that are given, see `passes.search.layers.route_tokens`.
     """
 
@@ -213,8 +212,9 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """Set the spec of a placeholder. An input has the policy's spec, and so has a fixed parameter. Else a parameter
-        is free.
+        """Set the spec of a placeholder.
+
+        An input has the policy's spec, and so has a fixed parameter. Else a parameter is free.
         """
         key = (name, 0)
         self.base[key] = key
@@ -333,8 +333,7 @@ class _Propagation:
         """Return the cost of a strategy on the expert axis, as a tuple like that of `_cost`.
 
         A call may be split only if it reads a split operand, and no value may be partial, because experts work on their
-        own. A
-        gradient is made where its parameter lies.
+        own. A gradient is made where its parameter lies.
         """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
@@ -358,8 +357,9 @@ class _Propagation:
         return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
-        """Whether a call may read its free operand split as `need`. A table of positions, not looked up by inputs,
-        stays whole.
+        """Whether a call may read its free operand split as `need`.
+
+        A table of positions, not looked up by inputs, stays whole.
         """
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
@@ -424,8 +424,7 @@ class _Propagation:
         """Whether a call needs no collective for an operand.
 
         It needs none if the spec is right, if it reads the shape alone, or if a whole copy was gathered in this phase.
-        On the
-        expert axis, an exchange at any time before counts too.
+        On the expert axis, an exchange at any time before counts too.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read:

@@ -65,8 +65,9 @@ def matrices_of_layers(folded: FoldedProgram) -> list[fx.Node]:
 
 
 def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
-    """Return the strategy of each call of `LAYERS` on the expert axis, by the call's name. Each rank has its own
-    tokens.
+    """Return the strategy of each call of `LAYERS` on the expert axis, by the call's name.
+
+    Each rank has its own tokens.
     """
     return {node.name: _shared(node, axis) for node in layers_of_experts(folded)}
 

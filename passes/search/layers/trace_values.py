@@ -24,8 +24,7 @@ def _is_copy(node: fx.Node) -> bool:
     """Whether a call is a layout copy that really runs.
 
     A copy next to attention or a batched product does not run, because they read strided tensors. Views between them
-    and
-    the copy do not matter.
+    and the copy do not matter.
     """
     if node.target is not aten.clone.default:
         return False
