@@ -172,9 +172,7 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first few numbers of micro-batches that are multiples of a pipeline's ranks, or else the largest
-    number.
-    """
+    """Return the first few numbers of micro-batches that are multiples of a pipeline's ranks, or else the largest."""
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 

@@ -1,6 +1,4 @@
-"""Make a plan: build the planning problem, search it, and lower the best choices to find the fastest
-(`fastest_choice`).
-"""
+"""Make a plan: build the planning problem, search it, and lower the best choices to find the fastest."""
 
 from __future__ import annotations
 

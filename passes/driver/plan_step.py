@@ -131,9 +131,7 @@ _SAVING = {"recompute": ("full",), "offload": ("none",)}
 """The restriction of recipes to those that recompute all blocks and offload nothing. Their plans recompute less."""
 
 _LESS = (1.0, 0.9, 0.8)
-"""Fractions of the memory limit within which recipes are searched, one after another, until a plan fits the whole
-limit.
-"""
+"""Fractions of the memory limit for the outer search, tried in turn until a plan fits in the whole limit."""
 
 
 def _plan_proposed(

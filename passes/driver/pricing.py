@@ -127,8 +127,9 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
-    """Return the 16-bit type in which a float32 model's products run in a precision; None if they keep the model's own
-    type.
+    """Return the 16-bit type in which the products of a float32 model run in a precision.
+
+    None: the model's own type.
     """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
@@ -188,8 +189,9 @@ def _describe(example_inputs: ExampleInputs) -> object:
 
 
 def _describe_modules(model: nn.Module) -> object:
-    """Return a key that changes if a model changes: its printed modules, its tensors, and the tensors that modules
-    share.
+    """Return a key that changes if a model changes.
+
+    The key has the printed modules, their tensors, and the sharing of tensors between modules.
     """
     modules = model.named_modules(remove_duplicate=False)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))

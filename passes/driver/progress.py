@@ -17,8 +17,9 @@ from autoshard.ir.text import format_time
 from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
-"""A function that shows a searched problem by name, its best step so far (infinite for none) and its lower bound, in
-seconds.
+"""A function that shows the progress of a search.
+
+Its arguments are the name of the problem, the best step so far (infinite for none), and the lower bound, in seconds.
 """
 
 

@@ -79,8 +79,9 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """Return the planner for a call: a training step runs in micro-batches, a call without gradients as a whole
-        batch.
+        """Return the planner for a call.
+
+        A training step runs in micro-batches, and a call without gradients as a whole batch.
         """
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)

@@ -135,9 +135,7 @@ class StageSearch:
         )
 
     def load(self, number: int) -> StageLoad:
-        """Return the largest number of stages, and of micro-batches in flight, of any rank with a stage like stage
-        `number`.
-        """
+        """Return the load of a stage: the most stages and micro-batches in flight of any rank with an alike stage."""
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))

@@ -1,4 +1,4 @@
-"""Bytes that recomputation and offload each save beside the other, and the seconds that they cost."""
+"""Compute the bytes that recomputation and offload save, and the seconds that they cost, each given the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """Return the recomputation and the offload of a solution, with the savings and costs of each beside the other."""
+    """Return the recomputation and the offload of a solution, each with the bytes it saves and the seconds it costs.
+
+    Recomputation is compared with the same solution without it, and so is offload.
+    """
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:

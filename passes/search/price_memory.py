@@ -145,9 +145,7 @@ def memory_price(
 def host_bytes(
     sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
-    """Bytes of offloaded activations in the host's memory for the rank that offloads most; arguments as in
-    `memory_price`.
-    """
+    """Bytes of offloaded activations in the host's memory for the rank that offloads most, see `memory_price`."""
     if recipe.offload != "activations":
         return 0
     blocks = [name for name in sizes if name not in (BEFORE, AFTER)]

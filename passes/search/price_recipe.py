@@ -201,9 +201,7 @@ class Step:
 
     @cached_property
     def breakdown(self) -> Mapping[str, float]:
-        """Seconds of the step by part ("compute", "pipeline bubble", "communication over tensor"); their sum is
-        `time_s`.
-        """
+        """Seconds of the step by part, such as "compute" and "pipeline bubble". Their sum is `time_s`."""
         recipe, found = self.recipe, dict[str, float]()
         is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
         sends_s = 2 * self.send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
@@ -258,9 +256,7 @@ class Step:
 
     @cached_property
     def end(self) -> Mapping[str, float]:
-        """Seconds by part of reduction, update and gathering after the last micro-batch, on the rank where they take
-        longest.
-        """
+        """Seconds by part of reduction, update and gathering, on the rank where they take longest (`price_ends`)."""
         kinds = dict.fromkeys(map(tuple, self.ranks.tolist()))
         ends = [end_times(load_of(kind, self.times), self.recipe, self.groups, self.cluster) for kind in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))

@@ -113,8 +113,9 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 
 
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
-    """Seconds in which a rank sorts exchanged tokens by expert, or back; 0 if the exchange sorts them
-    (`merged_dispatch`).
+    """Seconds in which a rank sorts exchanged tokens by expert, or back.
+
+    A merged dispatch sorts the tokens itself, so the result is then 0.
     """
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0

@@ -1,5 +1,6 @@
-"""Make the plan of a recipe without a search over specs: a spec for each value on the recipe's mesh, and a predicted
-step.
+"""Make the plan of a recipe without a search over specs.
+
+The plan has a spec for each value on the recipe's mesh, and a predicted step.
 """
 
 from __future__ import annotations

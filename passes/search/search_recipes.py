@@ -226,9 +226,7 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Put the layout's other policies on the heap, and this policy with each number of pipeline ranks and each
-        sharding.
-        """
+        """Put the layout's other policies on the heap, and this policy with each number of ranks and each sharding."""
         for policy in node.others:
             self._open(node.layout, policy)
         for ranks in self.space.pipelines(node.layout):

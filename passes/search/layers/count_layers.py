@@ -162,9 +162,7 @@ class LayerClass:
 
     @property
     def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """The dims of kernels' tensors and parameters that axes split: pairs of a dim's size for one sequence and its
-        axes.
-        """
+        """The dims of tensors that axes split: pairs of a dim's size for one sequence and the axes that split it."""
         kernels = (*self.forward.kernels, *self.backward.kernels)
         values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
         dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
@@ -324,8 +322,9 @@ class _LayerCounter:
         return tuple(found)
 
     def _inside(self, layer: fx.Node) -> Sized:
-        """Return a tensor as large as the memory that a call of experts needs while it runs; its dim 0 is the tokens'
-        rows.
+        """Return a tensor as large as the memory that a call of experts needs while it runs.
+
+        Its dim 0 is the tokens' rows, so its size grows with the batch.
         """
         rows = self._rows(layer, 1)
         width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))

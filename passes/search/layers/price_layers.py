@@ -141,8 +141,9 @@ class Products:
     separate_experts: bool = False
 
     def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
-        """Return the time of a kernel for `batch` sequences on axes of these sizes; `is_block` is false outside of
-        blocks.
+        """Return the time of a kernel for `batch` sequences on axes of these sizes.
+
+        `is_block` says whether the kernel is in a block. Only there products run in 8 bits.
         """
         # tokens that are exchanged for other ranks' stay as many, weights do not
         alone = {**sizes, EXPERT: 1}

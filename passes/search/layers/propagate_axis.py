@@ -364,8 +364,9 @@ class _Propagation:
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        """Return the bytes of changing a value's spec from `have` to `need` for a call; infinity if the policy forbids
-        it.
+        """Return the bytes of changing a value's spec from `have` to `need` for a call.
+
+        A forbidden change costs infinity.
         """
         if self._is_there(key, have, need, site):
             return 0.0
