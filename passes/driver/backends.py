@@ -47,13 +47,14 @@ def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mappi
 
 
 def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """Return the function that rewrites a graph after its results are written over parameters."""
+    """Return the function that runs the last passes over a graph whose results are written over parameters."""
     options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
     return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """Return an empty store of CUDA graphs for the passes of a step, or None without `cuda_graph`.
+    """Return an empty store of CUDA graphs for the forward, backward and update of a step, or None without
+    `cuda_graph`.
 
     Raises:
         NotAvailableError: CUDA graphs do not support the call. The message names the reason and the way out.

@@ -63,7 +63,7 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
 
     Args:
         plan: the plan of `short`.
-        short, whole: prepared programs of one call, without some blocks and with all blocks.
+        short, whole: programs of one call after `prepare`, without some blocks and with all blocks.
 
     Raises:
         NotAlikeError: the programs differ in more than repeated blocks.
@@ -104,8 +104,8 @@ class _NodeSpot(NamedTuple):
 class _ExpandedRecompute:
     """Expand the recomputed and offloaded values of a plan to all units.
 
-    A left-out unit has the same such values as the unit that stands for it. A value may be brought back for a node of a
-    later unit; the distance between the two units stays the same.
+    A left-out unit restores the same values as the unit that stands for it. Each value is restored just before some
+    node. If that node is in another unit of the run, the distance between the two units stays the same.
     """
 
     short: Program

@@ -10,7 +10,9 @@ programs decide:
 3. Choices whose rough step is near the fastest predicted step are lowered, the shortest rough step first.
 4. The plan is the lowered program with the shortest predicted step.
 
-The plan also reports the steps of known recipes. A recipe that was not lowered is lowered when its step is first read.
+The other choices are the best plans within known recipes, such as FSDP and Megatron TP+SP
+(`passes.planning.baselines`). The plan also reports the steps of known recipes. A recipe that was not lowered is
+lowered when its step is first read.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Decision:
         recompute: the recomputed values.
         offload: the offloaded values.
         baselines: for each known recipe, its best solution without recomputation; None if no solution fits.
-        bucketed: the best solution if collectives of parameters and gradients are priced in buckets, less hidden time.
+        bucketed: the best solution by other prices: collectives of parameters and gradients are in buckets, and the
+            time that computation hides does not count.
     """
 
     planning: PlanningProblem

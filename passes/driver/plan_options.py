@@ -25,7 +25,7 @@ class PlanOptions:
         time_budget_s: seconds of all searches together; `control` ends them.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: whether an operator without a sharding rule is an error.
-        with_baselines: whether to price the known recipes too.
+        with_baselines: whether to price the known recipes too, such as FSDP.
         before: a plan of the program to start from. If it fits, the result is no slower. A plan of another mesh counts
             without its recomputation and offload.
         micro_batches: number of micro-batches in a training step; the program is for one micro-batch.
@@ -37,10 +37,10 @@ class PlanOptions:
             the gradients' own type.
         with_kernels: whether to price Triton kernels instead of the calls that they replace.
         recipe: restricts the search; None: no restriction.
-        specs: for names of sites of the program, the spec that their value must have.
-        roles: for mesh axes, the role that each must have.
-        elsewhere: plans on other meshes. Choices that are much slower are not lowered, and `solve_baselines` skips
-            known recipes that are.
+        specs: for nodes of the program by name, the spec that their value must have.
+        roles: for mesh axes, the role that each must have, such as "fsdp".
+        elsewhere: plans on other meshes. Choices that are much slower are not lowered. `solve_baselines` skips known
+            recipes that are much slower.
         control: shows the progress, and may stop the search; the plan is then the best so far.
     """
 

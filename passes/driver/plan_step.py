@@ -128,7 +128,10 @@ def _spares(call: Call) -> Sequence[Candidate]:
 
 
 _SAVING = {"recompute": ("full",), "offload": ("none",)}
-"""The restriction of recipes to those that recompute all blocks and offload nothing. Their plans recompute less."""
+"""The restriction of recipes to those that recompute all blocks and offload nothing.
+
+The plan that is made for such a recipe may recompute less.
+"""
 
 _LESS = (1.0, 0.9, 0.8)
 """Fractions of the memory limit for the outer search, tried in turn until a plan fits in the whole limit."""

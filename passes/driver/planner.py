@@ -74,7 +74,8 @@ _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see
 _Made = TypeVar("_Made")
 
 _MARGINS = (2, 3)
-"""Units that stay at each end of a run of alike blocks, in the order tried, because end units may be special.
+"""Numbers of units that stay at each end of a run of alike blocks, in the order tried, because end units may be
+special.
 
 With one unit many models fail. The first block of Mamba-2 reads an embedding of another type, and Llama-3's first block
 fetches it from the host. The last block of T5 and of Whisper adds its gradient of the positions to no other gradient.
@@ -150,7 +151,7 @@ class Planner:
         known = next((item for item in request.known if item.fingerprint == found), None)
         if known is not None:
             return replace(known, python=program.python)
-        # What was asked of the model's outputs does not hold of gradients in their place.
+        # Constraints on the model's outputs do not apply to gradients that are returned instead.
         planner = replace(self, gather_outputs=request.outputs is Outputs.WHOLE or bool(request.derivatives))
         free = planner._free() if request.derivatives else planner
         chosen = engine.share(lambda: free._plan_for(program, request, engine.mesh))
@@ -201,7 +202,7 @@ class Planner:
             return self.traced
         program = trace_call(request, self.loss_fn, self.precision)
         if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
-            planned = replace(request, outputs=Outputs.AS_PLANNED)  # what was planned runs
+            planned = replace(request, outputs=Outputs.AS_PLANNED)  # the planned program runs
             program = trace_call(planned, self.loss_fn, self.precision)
         if request.update is not None:
             check_has_loss(program)
@@ -240,7 +241,7 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made` of the program without inner blocks; None if that program does not represent the whole model.
+        """Return `made(program)` for the program without inner blocks; None if it does not represent the whole model.
 
         Margins whose blocks are not alike are removed from `margins`.
         """
@@ -256,9 +257,9 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """Return the planner with a time limit for several searches, and the limit.
+        """Return the planner with a time limit for several searches, and this limit.
 
-        It starts now, unless it has started.
+        A limit that runs already is kept.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling

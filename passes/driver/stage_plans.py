@@ -114,7 +114,7 @@ class StagePlans:
     ) -> tuple[StagedProgram, list[VerificationReport]]:
         """Return the lowered stages of a plan, and the proof of each stage that is lowered here.
 
-        The caller proves the order of the stages.
+        The order of the stages is proven elsewhere, before it runs (`verify_schedule`).
 
         Args:
             program: the program given to `plan`.
@@ -227,7 +227,7 @@ class StagePlans:
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
                 form = search.forms[number]
-                is_least = form in search.least  # a search within less finds nothing else
+                is_least = form in search.least  # a lower limit would give the same plan
                 if over[rank] > 0 and not is_least:
                     less = min(has, limit or has) - max(1, over[rank])
                     least[form] = min(less, least.get(form, less))

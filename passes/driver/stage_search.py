@@ -71,8 +71,8 @@ class StageSearch:
     def stage(self, number: int, limit: float | None) -> StageProgram:
         """Return the plan and program of a stage within a memory limit of its rank, in bytes.
 
-        If nothing fits in the limit, the smallest plan that is known is returned. A stage like a searched stage shares
-        that stage's graphs, and has slots with its own names.
+        If nothing fits in the limit, the stage is searched within the bytes of the smallest plan that is known. A stage
+        like a searched stage shares that stage's graphs, and has slots with its own names.
 
         Raises:
             DoesNotFitError: no plan of the stage fits, and no larger plan is known.
@@ -126,7 +126,7 @@ class StageSearch:
         return replace(
             self.planner,
             fixed=None,
-            gather_outputs=False,  # what crosses stages is no output of the model
+            gather_outputs=False,  # values that cross stages are no outputs of the model
             constraints=self._constraints(self.cut.stages[number]),
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=self.planner.memory_budget if limit is None else int(limit),
@@ -145,7 +145,7 @@ class StageSearch:
         try:
             return self._search_within(number, limit)
         except DoesNotFitError as error:
-            if limit is None or error.smallest_bytes <= limit:  # none is known
+            if limit is None or error.smallest_bytes <= limit:  # no larger plan is known
                 raise
             self.least[self.forms[number]] = error.smallest_bytes
             return self._search_within(number, error.smallest_bytes)
@@ -178,7 +178,7 @@ class StageSearch:
 def lowered_stage(phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
     """Return a stage from its lowered program and plan.
 
-    The backward is cut in two if the order has separate tasks for both.
+    If the order has separate tasks for gradients of inputs and of weights, the backward is cut in two.
     """
     return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
 

@@ -36,7 +36,7 @@ class Traces:
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
         if key not in self.found:
-            self.found[key] = request, trace()  # the request keeps its fields, so that no other has their ids
+            self.found[key] = request, trace()  # the request keeps its fields alive, so no other object gets their ids
         return self.found[key][1]
 
 

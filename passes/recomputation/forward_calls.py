@@ -18,7 +18,8 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 class ForwardCalls:
     """The calls of the forward of a search space.
 
-    `readers` has the links that read a site's value, by the site's name. `operands` has the links of a site's operands.
+    A link joins a result of a site (a node) to a site that reads it. `readers` has the links from a site by the site's
+    name, and `operands` has the links to it.
     """
 
     space: SearchSpace

@@ -1,12 +1,13 @@
 """Count the memory of a program that may recompute or offload values, for each choice of strategies and policies.
 
 A value of the forward has two lives. In its *first life* the forward reads it, and in its *second life* the rest of the
-step does. `recompute_split` makes a program with a further site for each second life and for each possible
+step does. `recompute_split` makes a program with a further site (node) for each second life and for each possible
 recomputation. The items of memory are those of that program. First lives depend on no policies. A second life begins
 where the first life ends if the value is held, or else at its recomputation or its fetch from the host. Operands of a
 recomputation are in memory if the recomputation happens.
 
-An item (`UsedBytes`) has an interval of program points, and a table of bytes by the options of its variables.
+An item (`UsedBytes`) is memory in use: an interval of program points, and a table of bytes. The table has an axis for
+each variable that the bytes depend on, over the variable's options.
 """
 
 from __future__ import annotations

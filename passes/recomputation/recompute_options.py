@@ -61,7 +61,7 @@ _AS_READ = (ValuePolicy.AS_READ,)
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptions:
-    """The possible policies of values.
+    """The possible policies of values. A variable is one decision for all sites (nodes) that are alike.
 
     Args:
         policies: for each variable, the possible policies of its sites' values. An absent variable has AS_READ alone.

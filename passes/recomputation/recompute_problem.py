@@ -1,6 +1,7 @@
 """The planning problem with recomputation: an option of a variable is a strategy together with a policy.
 
-It differs from the problem without recomputation in these points (`recompute_options` explains policies):
+A variable is one decision for all nodes that are alike. The problem differs from the problem without recomputation in
+these points (`recompute_options` explains policies):
 
 * Time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`).
 * Operands: a recomputation needs each operand held from the forward, recomputed before, or as an input of the program.
@@ -147,7 +148,7 @@ class Restored:
 
 
 NOTHING_RESTORED = Restored()
-"""The case that all values that the backward reads are kept."""
+"""Nothing is restored: all values that the backward reads are kept."""
 
 
 def _is_late(head: Site, link: Link) -> bool:

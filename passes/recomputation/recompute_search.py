@@ -95,7 +95,7 @@ def _solve_jointly(
     start = [each for each in start if peak_of(planning, each.choice) <= search.memory_limit_bytes]
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
     found = _where_memory_binds(planning, coarse, allowed, start, peak_of, offload=offload)
-    # strategies and policies cost no less in less memory
+    # a memory limit never makes the best choice cheaper
     return bounded(found, max(found.solution.lower_bound, bound))
 
 
@@ -177,7 +177,7 @@ def _solve(
     frugal = partial(_frugal, problem, search, wide, partial(_joint, problem), peak_of)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control, peak_of)
     bound = 0.0 if found is None else found.solution.lower_bound
-    for solution in start:  # these may not fit in the last attempt's smaller limit
+    for solution in start:  # they fit in the memory limit, but maybe not in the last attempt's smaller limit
         found = _cheaper(found, JointSolution(planning, solution))
     if found is None:
         raise search.does_not_fit(planning, least)
@@ -255,7 +255,7 @@ def _frugal(
 
 
 _NEAR = 1.1
-"""Multiple of the memory limit. If the smallest peak is below it, a cheap choice within this peak is sought too."""
+"""A cheap choice within the smallest peak is sought too, if this peak is at most this multiple of the memory limit."""
 
 
 def _within(limit: float, search: Search) -> Search:

@@ -1,4 +1,7 @@
-"""Cut the forward into segments. Values are recomputed from values of their own segment, or that enter it."""
+"""Cut the forward into segments.
+
+A value may be recomputed from values of its segment and values that enter the segment.
+"""
 
 from __future__ import annotations
 

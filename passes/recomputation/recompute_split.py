@@ -1,9 +1,9 @@
 """A search space in which values of the forward have two lives: one in the forward, and one after it.
 
-For each site with several policies, a second site after the forward has the same value, and all later readers read it
-(`late`). For each policy that restores the value, one more site stands where the value is restored (`restored`). A
-recomputation reads operands; a fetch from the host reads no operands. Lifetimes in this space cover both lives of a
-value, and the operands of recomputations.
+For each site (node) with several policies, a second site after the forward has the same value, and all later readers
+read it (`late`). For each policy that restores the value, one more site stands where the value is restored
+(`restored`). A recomputation reads operands; a fetch from the host reads no operands. Lifetimes in this space cover
+both lives of a value, and the operands of recomputations.
 """
 
 from __future__ import annotations

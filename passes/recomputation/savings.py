@@ -1,4 +1,4 @@
-"""Compute the bytes that recomputation and offload save, and the seconds that they cost, each given the other."""
+"""Compute the bytes that recomputation and offload save, and the seconds that they cost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """Return the recomputation and the offload of a solution, each with the bytes it saves and the seconds it costs.
+    """Return the recomputation and the offload of a solution, with the bytes they save and the seconds they cost.
 
-    Recomputation is compared with the same solution without it, and so is offload.
+    The recomputation is compared with a program that only offloads, and the offload with a program that only
+    recomputes.
     """
     choice, restored = found.solution.choice, found.restored
 

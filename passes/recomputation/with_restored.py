@@ -124,6 +124,6 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """Return the dim that each mesh axis splits in a copy of a value under a spec, see `autoshard.rules.offload`."""
+    """Return, for each mesh axis, the dim of a spec that the axis splits (see `autoshard.rules.offload`)."""
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -67,7 +67,7 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
-        """Return a group of `size` ranks, `inner` apart, with `inside` neighbouring ranks beside each of them."""
+        """Return a group of `size` members whose ranks are `inner` apart. Each member is a run of `inside` ranks."""
         outer, between = cluster.size // (inner * size), inner // inside
         shape = {"outer": outer, "group": size, "between": between, "inside": inside}
         return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))

@@ -134,7 +134,9 @@ def recipe_mesh(recipe: Execution) -> Mesh:
 
 
 def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
-    """Return one spec from the specs of single axes; `specs` maps the name of an axis to a spec on the axis `AXIS`.
+    """Return one spec from the specs of single axes.
+
+    `specs` maps the name of an axis to its spec, in which the axis is called `AXIS`.
 
     Example:
         >>> combined({"context": PartitionSpec(None, AXIS), "tensor": PartitionSpec(None, AXIS)})

@@ -50,7 +50,7 @@ class Places:
     Args:
         counts: the number of layers of each class on each rank, [pipes, ranks, classes].
         before: the number of layers of each class before the rank's first stage, [pipes, ranks, classes].
-        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
+        is_whole: true for a schedule that runs each backward as one task, [pipes, 1].
     """
 
     counts: Floats

@@ -32,8 +32,8 @@ class RecipeProblem:
         base: the global batch, and the fields that are not searched (other than `recipe_space.SEARCHED`).
         memory_limit: bytes of a device that recipes may take.
         least_tokens: the smallest number of tokens of a sequence on a context rank.
-        pinned: for some searched fields, their allowed values in every search, see `recipe_constraints`. For pinned
-            tensor ranks the size of a node is no limit, and for pinned context ranks `least_tokens` is none.
+        pinned: for some searched fields, their allowed values in every search, see `recipe_constraints`. Pinned tensor
+            ranks may exceed a node, and `least_tokens` does not apply to pinned context ranks.
         runs: whether to search only recipes whose programs `compile` can run.
     """
 

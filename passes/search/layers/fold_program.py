@@ -145,7 +145,7 @@ def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
 
 
 def is_layout(node: fx.Node) -> bool:
-    """Whether a call only changes a value's layout in memory: a view, or a copy."""
+    """Whether a call only selects a result, or only changes a value's layout in memory (a view or a copy)."""
     return is_view(node) or node.target in _COPIES or getattr(node.target, "__name__", "") == "getitem"
 
 
@@ -181,7 +181,8 @@ def _block_of(path: str, places: Mapping[str, str]) -> str | None:
 def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
     """Return the layer class of every call, by the call's name.
 
-    The class follows from the call's module, or else from the block of its operands.
+    The class follows from the call's module. A sum of gradients outside of blocks belongs to the block of its operands.
+    All further calls belong to the part before or after the blocks, by their position.
     """
     blocks: dict[str, str | None] = {}
     order = [node for node in program.graph.nodes if node.op == "call_function"]

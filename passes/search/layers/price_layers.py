@@ -145,7 +145,7 @@ class Products:
 
         `is_block` says whether the kernel is in a block. Only there products run in 8 bits.
         """
-        # tokens that are exchanged for other ranks' stay as many, weights do not
+        # an exchange keeps the number of a rank's tokens; of weights a rank has its share
         alone = {**sizes, EXPERT: 1}
         inputs, outputs = (
             tuple(
@@ -163,7 +163,7 @@ class Products:
         is_shared = EXPERT in splits and kernel.operator not in EXCHANGES
         if done.products and is_shared and sizes.get(EXPERT, 1) > 1:
             done = _shared_out(done, kernel, sizes[EXPERT])
-            if self.separate_experts:  # the last wave of each leaves processors idle
+            if self.separate_experts:  # the last wave of each product leaves processors idle
                 each = tuple(item._replace(batch=1) for item in done.products for _ in range(item.batch))
                 kernels = len(each)
                 done = done._replace(products=each, steps=max(1, kernels))
@@ -172,7 +172,7 @@ class Products:
             done = done._replace(dtype=self.precision if self.precision != "f8" else "bf16")
         is_narrow = is_block and self.precision == "f8"
         if is_narrow and done.products and (kernel.has_weight or kernel.makes_gradient):
-            # operands are read once, and written in eight bits as they are and transposed
+            # an operand is read once, and written twice in eight bits: as it is and transposed
             quantising_s = sum(
                 memory_time(math.prod(item.shape) * (item.itemsize + 2), self.device) for item in inputs[:1]
             )
@@ -335,7 +335,7 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
     saved = [_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value)
              for item in layer.saved]  # fmt: skip
     core = [value for value, item in zip(saved, layer.saved, strict=True) if item.is_core]
-    # rows that experts' ranks exchange stay as many; of experts' weights and gradients a rank has its share
+    # an exchange keeps the number of a rank's rows; of experts' weights and gradients it has its share
     workspaces = [[_whole(item) if any(item.step) else item for item in items] for items in layer.workspaces]
     kept = [saved, core, list(map(_whole, layer.entering)), *workspaces]
     dense, expert = (

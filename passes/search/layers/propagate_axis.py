@@ -332,8 +332,8 @@ class _Propagation:
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
         """Return the cost of a strategy on the expert axis, as a tuple like that of `_cost`.
 
-        A call may be split only if it reads a split operand, and no value may be partial, because experts work on their
-        own. A gradient is made where its parameter lies.
+        A call may be split only if it reads a split operand, and no value may be partial, because each expert works
+        alone. A gradient is made where its parameter lies.
         """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
