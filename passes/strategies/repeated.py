@@ -21,7 +21,7 @@ the same order. So all k values of one place are made between two neighbouring r
 `passes.memory.repeated_lifetimes` finds these points.
 
 **The peak of memory is never inside a left-out unit.** Number the units n, a, the left-out units, b and m from 0 to
-k + 3. Take the moment at which unit x runs one of its sites. The values of any place are then alive in the units up to
+k + 3. Take the moment at which unit x runs one of its sites. The values of any place are alive in the units up to
 x, from x on, in x alone, or in a neighbour of x. A value from outside is alive for all units from a to b, or for none
 of them. So the bytes in use are an affine function of x, and largest for a or for b. The program has both of these
 units.
