@@ -27,8 +27,9 @@ The ratio is above 1 if this program leaves out repeated blocks whose gradients 
 KERNEL, PART_LEFT = "kernel", "part_left"
 """Metadata keys of nodes that a fused kernel would replace, in a program that is only priced.
 
-The kernel is not put into the graph. `KERNEL` is on the last node that the kernel replaces. Its value is the
-`KernelUse`. `PART_LEFT` is on each replaced node. Its value is the fraction of the node's own time that still counts.
+A generated kernel is not put into such a graph. `KERNEL` is on the last node that the kernel replaces, and on the call
+of a hand-written kernel. Its value is the `KernelUse`. `PART_LEFT` is on each replaced node. Its value is the fraction
+of the node's own time that still counts.
 """
 
 
