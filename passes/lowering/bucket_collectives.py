@@ -349,8 +349,8 @@ class _BucketRewrite:
 def _ranks(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return a sort key for each node, by which the members of a bucket are ordered.
 
-    The key is the index of a result of the graph, if calls of one operand lead from the node to this result. The path
-    starts behind a wait or at it. Other nodes come later, in the order of the graph.
+    A wait has the index of the graph's result that is made from the wait's value by calls of one operand. So have the
+    nodes in between. Other nodes come later, in the order of the graph.
     """
     nodes = list(graph.nodes)
     ranks = {node: len(nodes) + place for place, node in enumerate(nodes)}

@@ -120,7 +120,7 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and record its shared nodes (`nodes`) and the values to hoist (`read`).
+        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `read`.
 
         `results` are the results of the phase that count as readers of shared values.
         """

@@ -7,7 +7,7 @@ the best plan of the recipe.
 * ZeRO-1, if the plan is for a whole training step with optimizer state: every axis has the role "zero-1";
 * fully sharded data parallel: every axis has the role "fsdp";
 * HSDP, on a mesh of several axes: the last axis has the role "fsdp", the other axes "data";
-* Megatron TP+SP, on a mesh of several axes: the last axis has the role "model", the other axes "data";
+* Megatron TP+SP, on a mesh of several axes: the last axis has the role `MEGATRON`, the other axes "data";
 * the plan before, if the caller has a plan already: each node has its specs of that plan, where this is possible.
 """
 

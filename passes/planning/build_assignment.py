@@ -1,7 +1,7 @@
 """Turn a priced search space into an assignment problem: choose one option for each variable at least cost.
 
-Sites of repeated blocks share a strategy, and form a class (`fold_blocks`). Each class has one variable. The options of
-the variable are the strategies of the class.
+Sites of repeated blocks that share a strategy form a class (`fold_blocks`). Any other site is a class of its own. Each
+class has one variable. The options of the variable are the strategies of the class.
 
 * The cost of an option is the seconds of all calls of the class in a step (`runs`).
 * A gradient is added to the sum over earlier micro-batches. The variable of the gradient's fan-out has this cost.

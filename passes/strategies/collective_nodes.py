@@ -36,9 +36,10 @@ class Collective(NamedTuple):
     """A collective of a lowered program.
 
     Args:
-        kind: its operator, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or "all_to_all_single".
-        axes: the mesh axes of its group.
-        whole_bytes: bytes of its operand or its result on each rank, whichever is larger.
+        kind: name of the operator, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or
+            "all_to_all_single".
+        axes: the mesh axes of the process group.
+        whole_bytes: bytes of the operand or of the result on each rank, whichever is larger.
         sent_bytes: bytes that each rank sends with ring algorithms (`autoshard.ir.reshard.bytes_sent`).
     """
 

@@ -13,7 +13,7 @@ from autoshard.tracing.local_fakes import LOCAL_FAKES
 from passes.preparation.number_values import call_key
 
 EMITTED_AT = "emitted_at"
-"""Metadata key of a node of a lowered program: the name of the traced node that was being lowered as it was emitted."""
+"""Metadata key of a node of a lowered program: the name of the traced node for whose lowering the node was emitted."""
 
 IS_RESHARD = "is_reshard"
 """Metadata key that is set to True on the nodes of a lowered program that belong to a reshard."""

@@ -92,7 +92,7 @@ class Prices:
 
     @property
     def step_price(self) -> StepPrice:
-        """The price of a reshard step, for `plan_reshard`."""
+        """The function from a reshard step to its seconds on this cluster and mesh, for `plan_reshard`."""
         return StepPrice(self.cluster, self.mesh)
 
     def call_time(self, site: Site, strategy: Strategy) -> float:

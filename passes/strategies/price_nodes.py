@@ -101,7 +101,7 @@ class NodePrices:
 
 
 def _is_slice(node: fx.Node) -> bool:
-    """Whether a node slices a whole value to the rank's piece; the start of the slice is a node of the graph."""
+    """Whether a node is a `narrow` to the rank's piece, whose start other nodes compute from the rank's index."""
     return node.target is _aten.narrow.default and isinstance(node.args[2], fx.Node)
 
 

@@ -11,8 +11,8 @@ four units are alike:
 The k left-out units then continue the pattern of the four units, so
 
 * each site of b stands for 1 + k sites;
-* each link into b stands for 1 + k links, with one exception. In the backward, links lead from b back to a. Such a link
-  from b into a stands for 1 + k links;
+* each link into b stands for 1 + k links, with one exception. In the backward, unit a reads values of unit b. A link
+  from b into a stands for 1 + k links, and the same link into b, from m, stands for itself;
 * left-out units use the strategies of b, so they need as many bytes as b.
 
 **Lifetimes of values of left-out units.** A *run* is a part of a unit whose sites follow each other in the program. It
@@ -201,7 +201,7 @@ def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str
 
 
 _Relation = tuple[int, int, tuple[int, int] | str]
-"""A link into a site, told without names: (operand, result, source).
+"""The facts of a link into a site that must agree between units: (operand, result, source).
 
 The source is the pair (unit of the source minus unit of the reader, place of the source). For a source outside of the
 units it is the name of the site.
@@ -281,7 +281,7 @@ class _Units:
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
-        """Yield each four links that correspond to each other, in the order of the places that they lead to."""
+        """Yield the four corresponding links for each operand of each place, in the order of the places."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)

@@ -187,7 +187,7 @@ def _dims(rows: Sequence[int]) -> tuple[int, ...]:
 
 
 def _in_any_shape(value: Any) -> Any:
-    """Return the value from which `value` is made by views that keep the order of the elements."""
+    """Return the first value from which `value` is made by calls of `_IN_ORDER` alone."""
     while value.target in _IN_ORDER and not value.kwargs:
         value = value.args[0]
     return value

@@ -1,8 +1,8 @@
 """Verifies that the two halves of a split backward compute the results of the whole backward.
 
 The whole backward gets value numbers (`passes.preparation.number_values`). The calls of the halves are then looked up
-in this numbering. The second half starts from the first half's results behind the sent gradients. Every call must be a
-call of the whole backward, and the results must have the numbers of its results.
+in this numbering. The first half returns the gradients for other stages, and then the values from which the second half
+starts. Every call must be a call of the whole backward, and the results must have the numbers of its results.
 """
 
 from __future__ import annotations
