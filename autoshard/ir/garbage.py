@@ -36,7 +36,11 @@ def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Rare:
-    """Calls may be within each other, and in several threads: the first raises the thresholds, the last restores."""
+    """A context with rare collections.
+
+    Contexts may lie within each other, and in several threads. The first context raises the thresholds, and the last
+    context restores them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from autoshard.ir.recipe import check_choice, check_count, check_flag
 from cost_models.schedule_orders import SCHEDULES
 
 AUTOSHARD = "autoshard"
-"""The runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it needs no profile."""
+"""Name of the runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it needs no profile."""
 
 MEGATRON = "megatron"
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
@@ -38,7 +38,7 @@ class Runtime:
         overlap_offload: activations go to the host and return beside computation; otherwise the step waits for them.
         merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
             (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
-        folded_experts: the ranks of an expert group are neighbours, whatever tensor and context ranks attention has
+        folded_experts: the ranks of an expert group are neighbours, regardless of attention's tensor and context groups
             (Megatron-Core's parallel folding). Otherwise an expert group has one rank of each tensor and context group.
         separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS).
             Otherwise one kernel computes all experts of a rank.
@@ -49,8 +49,8 @@ class Runtime:
         fused: chains of memory-bound operators run as one kernel each. The optimizer is always fused.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
-        schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; (): all. A search proposes no
-            other schedule.
+        schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; () stands for all. A search
+            proposes no other schedule.
         zero_stages: ZeRO stages of the framework; `zero_in_pipelines`: ZeRO stages that work with a pipeline.
         offloads_in_pipelines: whether activations may go to the host with a pipeline.
 
