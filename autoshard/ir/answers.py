@@ -162,8 +162,8 @@ class Comparison:
         parameters: specs of the parameters that differ; None for a plan without the parameter.
         outputs: specs of the program's results that differ ("gradient w", "output output:0").
         meshes: both meshes as text.
-        tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. The steps may have
-            different batches, so their times alone may mislead.
+        tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
+            have different batches.
         recipes: recipes of both plans; None for a plan whose specs were searched.
     """
 

@@ -1,8 +1,8 @@
 """Conversion between global tensors and the local tensors that ranks pass to a program.
 
 Inside a program ranks hold padded pieces (`autoshard.ir.spec`); DTensor holds unpadded chunks. DTensor's chunk equals
-the piece without padding, unless several axes split one dim unevenly. Nine elements on 2 x 2 ranks are an example:
-pieces of 3, 2, 3 and 1 here, chunks of 3, 2, 2 and 2 in DTensor. `matches_dtensor` tells the cases apart.
+the piece without padding, unless several axes split one dim unevenly. For example, 2 x 2 ranks split nine elements into
+pieces of 3, 2, 3 and 1. DTensor's chunks are 3, 2, 2 and 2. `matches_dtensor` tells the cases apart.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding
 
 
 def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
-    """Return the local tensors of all ranks for a global `tensor`, by rank. Ranks that hold copies share one tensor
-    object.
+    """Return the local tensors of all ranks for a global `tensor`, by rank.
+
+    Ranks that hold copies share one tensor object.
     """
 
     @cache

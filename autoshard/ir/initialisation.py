@@ -87,10 +87,9 @@ class Place:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """Return the box that the elements cover in a contiguous tensor of `shape`, and the box's dim for each dim of
-        the place.
+        """Return the box that the elements cover in a contiguous tensor of `shape`, and the place's dims in the box.
 
-        None if the elements cover no box.
+        The dims give for each dim of the place the dim of the box. None if the elements cover no box.
         """
         strides = contiguous_strides(shape)
         start, left = [], self.offset

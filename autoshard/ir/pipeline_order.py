@@ -1,5 +1,4 @@
-"""The tasks of each pipeline rank in a step, transfers included, as data. The runtime executes exactly this order,
-which the verifier has checked.
+"""The tasks of each pipeline rank in a step, transfers included, as data. The runtime executes the proven order.
 
 A step without stages is a pipeline of one stage on one rank. The update follows the last task.
 """
@@ -180,8 +179,9 @@ class PipelineOrder:
 
 
 def one_after_another(micro_batches: int) -> PipelineOrder:
-    """Return the order of a step without stages: the backward of each micro-batch follows its forward. Only one
-    micro-batch's activations are then in memory.
+    """Return the order of a step without stages: the backward of each micro-batch follows its forward.
+
+    Only one micro-batch's activations are in memory at a time.
 
     Example:
         >>> print(one_after_another(2))

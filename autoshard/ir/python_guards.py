@@ -267,8 +267,9 @@ class PythonUse:
         return replace(self, names=tuple(names.values()), containers=tuple(containers.values()), counting=counting)
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Make guards on the present values. Tensors in `registered` need no guards, because the program takes them as
-        inputs.
+        """Make guards on the present values.
+
+        Tensors in `registered` get no guards, because the program takes them as inputs.
         """
         collected = _Collected({id(tensor) for tensor in registered}, self.counting)
         for title, holder, names in self.names:

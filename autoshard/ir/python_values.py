@@ -111,8 +111,7 @@ def held_by(value: Any) -> dict[str, Any]:
 
 
 def is_record(value: Any, depth: int = 4) -> bool:
-    """Whether an object only holds settings: plain values, arrays, tensors, functions, types, containers, other
-    records.
+    """Whether an object only holds settings: plain values, arrays, tensors, functions, types, containers, records.
 
     Records and containers may lie within each other at most `depth` deep.
     """

@@ -76,8 +76,9 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def beside(self, path: str, other: str) -> str | None:
-        """Return the path of the same place as `path` in the unit that contains `other`; None if a path lies in no
-        block.
+        """Return the path of the same place as `path` in the unit that contains `other`.
+
+        None if one of the paths lies in no block of the list.
         """
         (block, rest), (unit, _) = self._split(path), self._split(other)
         if block is None or unit is None:

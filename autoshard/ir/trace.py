@@ -67,8 +67,9 @@ class Trace:
         write_text(path, json.dumps(document) + "\n")
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data: the processes, and each span as the line `process | start_ns | duration_ns | stream |
-        name`.
+        """Return the trace as JSON data.
+
+        A span is a line of text: `process | start_ns | duration_ns | stream | name`.
         """
         lines = [
             _SEPARATOR.join((str(span.process), str(span.start_ns), str(span.duration_ns), span.stream, span.name))

@@ -95,8 +95,9 @@ def parameter_of(slot_name: str) -> str:
 
 
 def names_state(pattern: str) -> bool:
-    """Whether the pattern of a constraint names optimizer state: "exp_avg:*.weight" does, "input:0" and "*.weight" do
-    not.
+    """Whether the pattern of a constraint names optimizer state.
+
+    "exp_avg:*.weight" does; "input:0" and "*.weight" do not.
     """
     kind, colon, _ = pattern.partition(":")
     return bool(colon) and kind not in ("input", "output", "tangent", "hyper")
