@@ -43,7 +43,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""Dtype of a model that is priced in another framework, if not bfloat16: the dtype of its products."""
+"""Value of `--precision` to the dtype of a model that is priced in another framework; bfloat16 for all other values."""
 
 _WRONG_USAGE = 2
 """Exit status of a command line that cannot be understood, as of Unix's own commands."""
@@ -256,7 +256,7 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """The memory limit of `--memory-gib` in bytes."""
+    """Return the memory limit of `--memory-gib` in bytes."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:
@@ -265,7 +265,7 @@ def _bytes(memory_gib: float | None) -> int | None:
 
 
 def _named(optimizer: str | None) -> str | None:
-    """The optimizer named by `--optimizer`, or None."""
+    """Return the optimizer named by `--optimizer`; None for "none"."""
     return None if optimizer == "none" else optimizer
 
 
@@ -276,7 +276,7 @@ def _check_folder(out: Path | None) -> None:
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Have something written."""
+    """Call `save(out)`, and turn an `OSError` into a sentence for the user."""
     try:
         save(out)
     except OSError as error:
@@ -284,7 +284,7 @@ def _write(out: Path, save: Callable[[Path], None]) -> None:
 
 
 def _existing(path: str) -> Path:
-    """The path, if there is a file."""
+    """Return the path; raise `AutoshardError` if there is no such file."""
     if not Path(path).is_file():
         raise AutoshardError(f"there is no file {path}; pass a plan that `autoshard plan --out` or Plan.save wrote.")
     return Path(path)
@@ -438,7 +438,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
-    """The named cluster, or a mesh of its devices."""
+    """Return the named cluster, or with `--mesh` a mesh of its devices."""
     found = parse_cluster(cluster)
     return found if mesh is None else found.mesh(parse_mesh(mesh))
 

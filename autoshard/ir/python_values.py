@@ -122,7 +122,10 @@ def is_record(value: Any, depth: int = 4) -> bool:
 
 
 def content_text(value: Any) -> str:
-    """Return a text of a setting's content. Settings with different content have different texts; tensors are left out."""
+    """Return a text of a setting's content.
+
+    Settings with different content have different texts, except that tensors are left out.
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (type, torch.Tensor, *_CALLABLE)):

@@ -82,8 +82,7 @@ def _float(digits: str) -> float:
 
 
 def read(kind: Any, data: object, place: Place = ()) -> Any:
-    """Convert JSON data to the type `kind`: a dataclass, a `PartitionSpec` (text in the file), a mapping, a tuple, a
-    number.
+    """Convert JSON data to the type `kind`: a dataclass, a `PartitionSpec` (text in the file), a mapping, a tuple.
 
     Raises:
         PlanMismatchError: the data is of another type, a required field is missing, or a field is unknown.
