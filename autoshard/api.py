@@ -352,7 +352,7 @@ def prove(
 
 
 def _driver() -> ModuleType:
-    """Import the driver at the first call, because `passes` imports autoshard. No other function here imports `passes`."""
+    """Import the driver at the first call, because `passes` imports autoshard. Only this function imports `passes`."""
     from passes.driver import entry
 
     return entry

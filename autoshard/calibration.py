@@ -54,7 +54,7 @@ def calibrate(
 
 
 def semantic_samples() -> Iterator[KernelSample]:
-    """Yield calls to time: attention, experts, cross-entropy and RMS norm, each forward and backward, at several sizes."""
+    """Yield calls to time: attention, experts, cross-entropy and RMS norm, forward and backward, at several sizes."""
     ours, aten = torch.ops.autoshard, torch.ops.aten
     for shape in ATTENTIONS:
         b, h, s, d = shape

@@ -1,4 +1,4 @@
-"""The public `Cluster`, the hardware that plans are priced for, and functions that describe this machine as a cluster."""
+"""The public `Cluster`, the hardware to price plans for, and functions that describe this machine as a cluster."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def read_standard_library(max_bytes: int = 8_000_000) -> torch.Tensor:
 
 
 def make_mesh() -> DeviceMesh | autoshard.Mesh:
-    """Return a mesh with two ranks along `model` and the rest along `data`. With one process, the ranks are simulated."""
+    """Return a mesh with two ranks along `model`, the rest along `data`; of simulated ranks if there is one process."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         return autoshard.Mesh({"data": 2, "model": 2})

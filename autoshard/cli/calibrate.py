@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
 
 
 def _measure(budget_s: float) -> Calibration | None:
-    """Measure with all ranks of a new process group. Return the calibration on the first rank, and None on other ranks."""
+    """Measure with all ranks of a new process group. Return the calibration on the first rank, None on the others."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

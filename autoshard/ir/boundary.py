@@ -179,7 +179,7 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """Return a level for each dim's axes, major to minor, then one for each partial axis. Undo them from last to first."""
+    """Return a level for each dim's axes, major to minor, then for each partial axis. Undo the last level first."""
     levels = []
     for dim, size in enumerate(shape):
         for axis in spec.axes_of(dim):

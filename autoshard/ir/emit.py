@@ -284,7 +284,7 @@ class _Emitter:
         return spec.local_shape(self.shape, self.mesh)
 
     def _axis_index(self, value: Any, axis: str) -> Any:
-        """Return the rank's index along an axis: a node in a graph, or the number itself if `value` is a real tensor."""
+        """Return the rank's index along an axis: a node in a graph, or the number itself beside a real tensor."""
         if not isinstance(value, fx.Proxy):
             return axis_index(axis)
         return self._record(value.tracer.create_proxy("call_function", axis_index, (axis,), {}))

@@ -17,7 +17,7 @@ from autoshard.ir.program import Program
 
 
 def fingerprint(program: Program) -> str:
-    """Return the hash of a program, 16 hex digits. It is equal in every process that traced the model in the same way."""
+    """Return the hash of a program, 16 hex digits, equal in every process that traced the model in the same way."""
     found = hashlib.sha256(program.text().encode())
     for part in _parts(program):
         found.update(part)

@@ -85,7 +85,8 @@ class Recipe:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every field is given. `zero_group`, `schedule` and `stage_layers` may be None in a complete recipe."""
+        """Whether every field is given. Complete recipes may have None for `zero_group`, `schedule` and `stage_layers`.
+        """
         return None not in _decided_of(self)
 
     @property

@@ -185,7 +185,7 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row for each stage: number, rank, parameters, time in a step, recomputed nodes, peak memory of the rank."""
+    """Return a row for each stage: number, rank, parameters, time, recomputed nodes, peak memory of the rank."""
     assert plan.order is not None, "stages run in an order"
     return [
         (
