@@ -85,8 +85,7 @@ class Recipe:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every field is given. Complete recipes may have None for `zero_group`, `schedule` and `stage_layers`.
-        """
+        """Whether every field is given. A complete recipe may omit `zero_group`, `schedule` and `stage_layers`."""
         return None not in _decided_of(self)
 
     @property
