@@ -59,9 +59,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the inputs as distinct objects. Dynamo would assume that inputs which are one object are equal in all
-    calls.
-    """
+    """Return the inputs as distinct objects. Otherwise Dynamo would assume that equal inputs are equal in all calls."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 

@@ -53,8 +53,7 @@ class LocalFakes:
         return self._known(form, lambda: self._evaluate(target, args, kwargs))
 
     def piece(self, form: Hashable, like: torch.Tensor, on_meta: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a fake tensor on the device of `like`, with the shape, strides and dtype of the tensor that `on_meta`
-        makes.
+        """Return a fake tensor on the device of `like`, with shape, strides and dtype of the result of `on_meta`.
 
         The tensor is cached under `form`. If `like` is a meta tensor, the result is a meta tensor too.
         """
