@@ -1,13 +1,13 @@
 """Emits the steps of a reshard into an fx graph, as local ATen operators and functional collectives.
 
 Padding never reaches a real element. A step that moves data puts each element at its own index in the padded global
-tensor. A gather then trims its result to the padded size before this split. A split first pads the dim to a multiple of
-the axis. A reduction combines the elements at one local index of ranks that differ only in the reduced axis. These
-elements have one global index, so all of them are real or all of them are padding. Garbage (NaN too) meets only
-garbage.
+tensor. A gather trims its result to the padded size that the dim has without this axis. A split first pads the dim to a
+multiple of the axis. A reduction combines the elements at one local index of ranks that differ only in the reduced
+axis. These elements have one global index, so all of them are real or all of them are padding. Garbage (NaN too) meets
+only garbage.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
-need dim 0 and contiguous tensors. Element types that process groups refuse are sent as another type of the same bits,
+work on dim 0 of contiguous tensors. Element types that process groups refuse are sent as another type of the same bits,
 or reduced in a wider type (`_Wire`). Axes of size one and empty tensors need no collective.
 """
 
@@ -99,7 +99,7 @@ class _Wire:
 
     @property
     def extra_dims(self) -> tuple[int, ...]:
-        """Further trailing dims of the sent tensor."""
+        """Dims of the sent tensor behind the dims of the value: (2,) for complex numbers."""
         return (2,) if self.is_complex else ()
 
 

@@ -126,8 +126,8 @@ class Plan:
         order: tasks of each pipeline rank in a step, in running order.
         schedule: name of the order ("1F1B").
         cuts: for each stage after the first, the name of its first node in the traced forward.
-        formulas, alternatives: objects that answer `formula`, and `explain`, `why_not` and `limits`. None for a plan
-            from a file or from another process.
+        formulas, alternatives: objects that answer `formula`, and `explain`, `why_not` and `limits`. None for plans
+            from files, other processes or `compile`. A price has no `alternatives`.
     """
 
     mesh: Mesh

@@ -24,8 +24,8 @@ OFFLOADS = ("none", "activations", "optimizer", "parameters")
 class Recipe:
     """An expert's layout of a training step, complete or partial.
 
-    `autoshard.plan` and `autoshard.compile` search the fields that are None. `autoshard.price` takes complete recipes;
-    `autoshard.ir.execution.Execution.of` gives plain values to the fields that may stay None.
+    `autoshard.plan` and `autoshard.compile` search the fields that are None. `autoshard.price` searches nothing: a
+    field that is None gets a plain value (`autoshard.ir.execution.Execution.of`).
 
     Args:
         data: replicas of the model; FSDP's shards count among the replicas.

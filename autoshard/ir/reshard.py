@@ -74,8 +74,9 @@ StepCost = Callable[[ReshardStep], float]
 def bytes_sent(step: ReshardStep) -> float:
     """Return the bytes that each rank sends for `step` with ring algorithms, plus `STEP_COST_BYTES`.
 
-    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks. An all-reduce is both. An all-to-all
-    sends all pieces but one (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps send nothing.
+    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks. An all-reduce is a reduce-scatter and
+    an all-gather. An all-to-all sends all pieces but one (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps
+    send nothing.
     """
     others = step.axis_size - 1
     sent = {

@@ -1,8 +1,8 @@
 """Turns AOTAutograd's joint graph into a `Program`, in four steps.
 
 1. Identify each placeholder and each result by AOTAutograd's descriptors.
-2. Attribute nodes to modules and lines, and to a phase. A node is in the forward if it does not depend on a tangent and
-   an output or a buffer update depends on it.
+2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if it does not depend on a
+   tangent, and an output or a buffer update depends on it.
 3. Copy the live nodes into a new graph without redundant nodes (`simplify`). Values that the forward makes only for the
    backward (a copy of a later overwritten value) stand behind the forward.
 4. Cut out the program that computes guarded values from the inputs.
@@ -47,8 +47,8 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
     """Return the program of a traced call.
 
     Raises:
-        TraceError: the model changes an input or a parameter in place, or uses an operator that no mesh
-            reproduces or whose operand types are unsupported.
+        TraceError: the model changes an input or a parameter in place, draws numbers that would depend on the mesh, or
+            uses unsupported operand types.
     """
     graph = joint.graph_module.graph
     tie_checks(graph, len(joint.result.indices))
@@ -153,7 +153,7 @@ def _input_slot(node: fx.Node, joint: JointGraph, call: TracedCall) -> InputSlot
 
 
 def _owner(slot: tuple[InputKind, str], call: TracedCall) -> str:
-    """Return the name of an input of the graph in the user's words."""
+    """Return the kind and name of an input of the graph for messages: "parameter 'wte.weight'"."""
     kind, name = slot
     if kind is InputKind.INPUT:
         return f"input {call.paths[int(name.removeprefix('input:'))]}"

@@ -1,8 +1,8 @@
 """Restores attributes of modules after a trace, so that no traced tensor stays in the model.
 
 Models store tensors between calls in plain attributes: a table of biases, the last mask. A traced call computes on fake
-tensors, and runs more than once. Its tensors must reach neither its next run nor the user's model. Parameters, buffers,
-submodules and hooks are left alone, as are attributes without tensors: flags, counters, patched methods.
+tensors, and runs more than once. The tensors of a run must reach neither the next run nor the user's model. Parameters,
+buffers, submodules and hooks are left alone, as are attributes without tensors: flags, counters, patched methods.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def _items(value: Any) -> set[int]:
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
     """Turn scalars that a call left in write-only attributes into results of the program, and return the scalars.
 
-    All other attributes with new tensors go into `result.lost`. Large tensors would have to be gathered. An attribute
-    that the call reads before setting it is a cache, or carries a value over from the previous call.
+    All other attributes with new tensors go into `result.lost`, for two reasons. Large tensors would have to be
+    gathered. An attribute that the call reads before setting it is a cache, or carries a value over from the previous
+    call.
     """
     scalars, lost = {}, []
     assert result.tree is not None, "the result is not flattened yet"

@@ -5,16 +5,15 @@ all derived shapes (`symbolic_counts`). Python code that compares the number get
 comparison is guarded. Afterwards `bound_sizes` replaces each symbol `u` by its bound N, the number of elements of the
 mask:
 
-1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`, beside the number, `sum(mask)`, and the padding rows,
-   `arange(N) >= sum(mask)`. A dim of size `u` becomes a dim of size N, whose first `u` elements count. The rest is
-   padding with arbitrary content.
-2. Calls on padded operands are right where their sharding rule says so (`rules.padding`). Padding stays padding along a
-   parallel factor, and has a neutral value along a reduced factor. Operands are filled like those of unevenly split
-   dims.
+1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`. The program also computes the number, `sum(mask)`, and the
+   mask of padding rows, `arange(N) >= sum(mask)`. A dim of size `u` becomes a dim of size N, whose first `u` elements
+   count. The rest is padding with arbitrary content.
+2. A call on padded operands is right if its sharding rule allows padding (`rules.padding`). Padding stays padding along
+   a parallel factor, and has a neutral value along a reduced factor. Operands are filled like unevenly split dims.
 3. A number that depends on `u` (the divisor of a mean) is computed from `sum(mask)`.
 
-`UnboundedSizeError` means that a program uses such a tensor in another way. It is then traced with the example's number
-of rows, which is guarded (`counted`).
+`UnboundedSizeError` means that a program uses such a tensor in another way. The model is then traced with the example's
+number of rows, which is guarded (`counted`).
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """Return the places of a mask's ones, followed by padding. Equal masks share one node."""
+        """Return the indices of a mask's ones, followed by padding. Equal masks share one node."""
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -276,7 +275,7 @@ class _Bounding:
             raise UnboundedSizeError("a dim goes if there is one row")
 
     def _indices(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the indices with the places of its ones in place of each mask."""
+        """Replace each mask among `indices` by the indices of its ones, one column for each dim of the mask."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8):
@@ -481,7 +480,7 @@ def _is_symbolic(node: Any) -> bool:
 
 
 def _symbolic_sizes(node: Any) -> list[Any]:
-    """The node's number, or the sizes of its results, if symbolic in torch."""
+    """Return the symbolic sizes of a node's results; for a node that is a symbolic number, the number."""
     if _is_number(node):
         return [node.meta["val"]]
     sizes = [size for value in tensor_values(node) if value is not None for size in value.shape]

@@ -59,7 +59,10 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the inputs as distinct objects. Otherwise Dynamo would assume that equal inputs are equal in all calls."""
+    """Return the inputs as distinct tensor objects.
+
+    If two inputs were one object, Dynamo would assume that they are one object in all calls.
+    """
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 

@@ -137,9 +137,9 @@ def _flex_attention(
 
 
 def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: int) -> Callable[..., Tensor]:
-    """Return `function` mapped over batch entries, heads, queries and keys.
+    """Return `function` mapped by `vmap` over batch entries, heads, queries and keys.
 
-    `first` has a mapped dim for each leading argument. The last `shared` arguments are the same for all calls.
+    `first` gives the mapped dim of each leading argument. The last `shared` arguments are the same for all calls.
     """
     for place in reversed(range(4)):
         dims: list[int | None] = [None] * 4

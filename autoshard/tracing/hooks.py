@@ -1,8 +1,8 @@
-"""Hooks of modules during a trace: their effect on tensors becomes part of the program.
+"""Watches the hooks of modules during a trace. Their effect on tensors becomes part of the program.
 
 A compiled call runs no hooks. A hook without effect on the program has another purpose (it stores activations, logs,
 counts) and would silently stop working, so it is refused. Hooks of torch and transformers (weight norm, pruning,
-captured outputs) serve only the call.
+captured outputs) serve only the call, and are not watched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WatchedHook:
     Args:
         name: name of its function.
         title: name of the first module on which it ran.
-        acts: whether it changed a tensor, an attribute of the module, or an argument or result of the call.
+        acts: whether it returned a new value, or changed a tensor of the call or an attribute of the module.
     """
 
     name: str

@@ -84,8 +84,8 @@ class TraceOptions:
         all_tangents: take a tangent for each output, not only for losses.
         call: calls the model.
         known: tensors whose values Python code may read.
-        symbolic: make numbers of rows that depend on values symbols, later bounded (`bounded`), instead of the
-            example's.
+        symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
+            program has the example's numbers.
         as_compiled: make `torch.compiler.is_compiling()` true for the model's code, as under torch.compile. Some models
             then have no branches on values.
         casts: casts of a computation in a narrower type.
@@ -133,7 +133,7 @@ class FlatModule(nn.Module):
         self.compared: list[Any] = []
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """Run the model's call on `flat`."""
+        """Run the call on the flat tensors: state, inputs, seed. Return the outputs, then the guarded values."""
         (model,) = self._model
         traced_state = dict(zip(self._state, flat, strict=False))
         inputs = flat[len(self._state) : -1]
@@ -173,7 +173,7 @@ class FlatModule(nn.Module):
         return (*select_tangents(outputs, self._options, returned), *guarded)
 
     def _guard_comparisons(self) -> None:
-        """Guard the comparisons on which the trace relied with symbolic numbers of rows."""
+        """Guard the comparisons of symbolic numbers of rows on which the trace relied."""
         if self.counts is None:
             return
         self.compared = self.counts.assumed()

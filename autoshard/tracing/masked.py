@@ -5,8 +5,8 @@ replace the assignment:
 
 1. A value that is equal for all places of the mask is selected by `torch.where`. The mask is not read, and its dims
    stay parallel.
-2. A value with a row for each place is written at the places themselves, `x[mask.nonzero()] = value`, and their number
-   is read (`counted`).
+2. A value with a row for each place is written at the places themselves, `x[mask.nonzero()] = value`. The number of
+   places is read (`counted`).
 """
 
 from __future__ import annotations

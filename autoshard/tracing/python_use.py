@@ -82,7 +82,7 @@ class Accesses:
     def use(self, model: nn.Module, counting: frozenset[tuple[str, str]]) -> PythonUse:
         """Return the attributes that any run read, and the plain values that the last run set.
 
-        `counting` are attributes that every call changes, as (module's name, attribute's name). They get no guards.
+        `counting` are attributes that every call changes, as (module's name, attribute's path). They get no guards.
         """
         titles = {id(module): name for name, module in reversed(list(model.named_modules()))}
         names = []
@@ -103,7 +103,7 @@ class Accesses:
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
-    """`id` of a module to the module, which is kept alive, and names of its attributes."""
+    """Dict from the `id` of a module to the module and the names of its attributes. It keeps the module alive."""
 
     def names(self, module: nn.Module) -> set[str]:
         found = self.get(id(module))
@@ -113,7 +113,7 @@ class _Noted(dict[int, tuple[nn.Module, set[str]]]):
 
 
 def all_reads(model: nn.Module) -> PythonUse:
-    """Return a record by which the call has read everything that the modules of a model hold."""
+    """Return a record as if the call had read every attribute of the model's modules."""
     names = [
         (title, module, tuple(name for name in vars(module) if _matters(name)))
         for title, module in model.named_modules()

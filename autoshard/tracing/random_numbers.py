@@ -3,9 +3,9 @@
     torch.randn(4, 8), x.normal_(), F.gumbel_softmax, drop-path, ...   ->   autoshard.random(seed, "normal", ...)
 
 A dispatch mode sees each operator below autograd, so derivatives stay PyTorch's own; those of drawn numbers are zero.
-Each draw has a number in the program (its *site*) and a seed that is an input of the program. Further draws combine
-such arrays by ordinary operators. A permutation sorts random keys. Categories without replacement are those with the
-largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the cumulated p
+Each draw has a number in the program (its *site*) and a seed that is an input of the program. Other random operators
+combine such draws by ordinary operators. A permutation sorts random keys. Categories without replacement are those with
+the largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the cumulated p
 exceeds a uniform number.
 """
 
@@ -92,7 +92,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 class _CounterBased(TorchDispatchMode):
-    """Replaces random operators of PyTorch by ours."""
+    """Replaces PyTorch's random operators by those of the counter-based generator while the mode is active."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, in the schema's order, without those irrelevant to its values.
+    """Return the arguments of a call that affect its values, by name, in the schema's order.
 
     Defaults are included, except for types, which the schema has as numbers.
     """

@@ -42,9 +42,7 @@ class _LayerWeights:
     w_hr: Tensor | None
 
     def both_biases(self) -> Tensor | None:
-        """Return the sum of both biases. It is added to the gates at once, because nothing scales the recurrent
-        product.
-        """
+        """Return the sum of both biases. The gates add both, because nothing scales the recurrent product."""
         return None if self.b_ih is None or self.b_hh is None else self.b_ih + self.b_hh
 
 
@@ -239,7 +237,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Do `torch._pad_packed_sequence`. The first of `batch_sizes`, the size of the batch, is read."""
+    """Do `torch._pad_packed_sequence`. The batch size, which is the first of `batch_sizes`, is read from values."""
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)

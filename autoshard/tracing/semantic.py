@@ -248,7 +248,10 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm as one operator forward and one backward. torch has both, but no derivative on all devices."""
+    """RMS norm with one operator for the forward and one for the backward.
+
+    torch has both operators, but no derivative that connects them on all devices.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:

@@ -75,9 +75,9 @@ class SymbolicCounts:
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def add(self, mask: Tensor, places: Tensor, number: int | None) -> None:
-        """Record the symbol for the number of rows of `places`, the places of a mask's ones.
+        """Record the symbol for the number of rows of `places`, the indices of a mask's ones.
 
-        `number` is its value in the example, if known.
+        `number` is the number of rows in the example, if known.
         """
         size: Any = places.shape[0]
         symbol: Any = sympy.sympify(size) if isinstance(size, int) else size.node.expr

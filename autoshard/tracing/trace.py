@@ -88,7 +88,7 @@ def trace(
         all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim outputs
             that require grad) get tangents if the model has any, and all other outputs are detached.
         update: the optimizer's update. The program is then that of the whole training step.
-        compute_dtype: type of computation for wider parameters and inputs, by `tracing.precision`.
+        compute_dtype: type of computation for wider parameters and inputs, as in `tracing.precision`.
         seed: seed of random operators, for models that read values which depend on random numbers.
         device: assumed device of tensors on meta; default: that of the first other tensor.
         values: context in which parameters on meta have their values. Entered only if the model reads values of its
