@@ -30,7 +30,7 @@ LAYOUT = {
     "*:*.experts.*": P("data"),  # and the optimizer's state
 }
 TOLERANCE = 1e-5
-"""Largest relative difference to the loss of one device that rounding explains, over all steps."""
+"""Largest relative difference between a loss here and the loss of one device that rounding can explain."""
 
 
 def build() -> MixtralForCausalLM:

@@ -1,7 +1,8 @@
 """The commands: plan a model for a cluster, and ask whether this machine is ready.
 
-Everything printed for a person is also there as JSON with `--json`. Exit status 0, or 1 with one clear sentence. Exit
-status 2: the command or an option does not exist or lacks its value. 130: Ctrl-C before there was anything to print.
+With `--json`, a command prints JSON instead of text for a person. The exit status is 0 after success, and 1 after an
+error, which one clear sentence describes. It is 2 if the command or an option does not exist or lacks its value. It is
+130 after Ctrl-C before there was anything to print.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 """Value of `--precision` to the dtype of a model that is priced in another framework; bfloat16 for all other values."""
 
 _WRONG_USAGE = 2
-"""Exit status of a command line that cannot be understood, as of Unix's own commands."""
+"""Exit status for a command line that cannot be understood. Unix's own commands use it too."""
 
 _INTERRUPTED = 130
 """Exit status after a KeyboardInterrupt in typer, and after SIGINT in shells."""
@@ -239,7 +240,7 @@ def report(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a plan as one page of HTML: where time and memory go, the timeline, and where everything lies."""
+    """Write a plan as one page of HTML: where time and memory go, the timeline, and every spec."""
     _check_folder(out)
     if source.endswith(".json") and not source.startswith("hf:"):
         found = Plan.load(_existing(source))
@@ -344,7 +345,7 @@ def verify(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Prove that a plan's program computes on all ranks the model's results; nothing runs."""
+    """Prove that the program of a plan computes the model's results on all ranks. Nothing runs."""
     if (cluster is None) == (plan is None):
         raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)

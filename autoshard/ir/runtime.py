@@ -115,10 +115,11 @@ USUAL = Runtime(name=MEGATRON)
 RUNTIMES: Mapping[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
-        # Megatron Core 0.15: p2p overlap, a product of cuBLAS for each expert. Experts' exchanges overlap another
-        # micro-batch (overlap_moe_expert_parallel_comm) and go by DeepEP (moe_token_dispatcher_type "flex"). Schedules:
-        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1. Megatron-FSDP's ZeRO-2 and -3, and
-        # offloaded activations (cpu_offloading_num_layers), have no pipeline.
+        # Megatron Core 0.15. Messages between stages overlap computation, and each expert has a cuBLAS product of its
+        # own. All-to-alls of experts overlap another micro-batch (overlap_moe_expert_parallel_comm) and use DeepEP
+        # (moe_token_dispatcher_type "flex"). pipeline_parallel/schedules.py has the schedules. The distributed
+        # optimizer is ZeRO-1. Megatron-FSDP's ZeRO-2 and ZeRO-3 work without a pipeline only, and so do offloaded
+        # activations (cpu_offloading_num_layers).
         Runtime(
             name=MEGATRON,
             overlap_pipeline=True,
@@ -129,12 +130,12 @@ RUNTIMES: Mapping[str, Runtime] = {
             zero_in_pipelines=(0, 1),
             offloads_in_pipelines=False,
         ),
-        # torch 2.13, torch/distributed/fsdp: a bucket for each block, checkpoints that are not reentrant, eager mode.
-        # DistributedDataParallel is stage 0; fully_shard is 2 or 3, by reshard_after_forward.
+        # torch 2.13, torch/distributed/fsdp, in eager mode. Each block is a bucket, and checkpoints are not reentrant.
+        # DistributedDataParallel is ZeRO stage 0. fully_shard is stage 2 or 3, by reshard_after_forward.
         Runtime(name="fsdp2", early_stop=True, bucket_bytes=10**12, fused=False, zero_stages=(0, 2, 3)),
-        # DeepSpeed 0.17. Its bf16_optimizer.py and zero/config.py have gradients beside their sum, in pieces of 5e8
-        # elements. Its pipe/engine.py has one schedule and says "ZeRO-2 and ZeRO-3 are incompatible with pipeline
-        # parallelism".
+        # DeepSpeed 0.17. By bf16_optimizer.py and zero/config.py, gradients are stored beside their sum, in pieces of
+        # 5e8 elements. The file pipe/engine.py has one schedule. It says "ZeRO-2 and ZeRO-3 are incompatible with
+        # pipeline parallelism".
         Runtime(
             name="deepspeed",
             separate_sum=True,
