@@ -55,7 +55,7 @@ class OutputKind(StrEnum):
     PARAMETER_UPDATE = "parameter_update"
     STATE_UPDATE = "state_update"
     SENT_GRADIENT = "sent_gradient"
-    """Result of a pipeline stage: a gradient that an earlier stage's backward reads."""
+    """Result of a pipeline stage: a value of its backward, such as a gradient, that an earlier stage reads."""
     SQUARES = "squares"
     """Result of a pipeline stage: the sum of squares of its own gradients."""
 
