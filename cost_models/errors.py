@@ -1,10 +1,10 @@
-"""Errors of the cost models. Unknown hardware or operators raise, with advice how to add them."""
+"""Errors of the cost models. Messages about unknown hardware or operators say how to add them."""
 
 from __future__ import annotations
 
 
 class CostModelError(Exception):
-    """Base of every error raised here."""
+    """Base class of all errors of the cost models."""
 
 
 class UnknownHardwareError(CostModelError, LookupError):
