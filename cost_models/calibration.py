@@ -159,7 +159,7 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Return the mean seconds of an action, over `share_s` seconds of back-to-back runs, at least two, once warm."""
+    """Return the mean seconds of an action that runs back to back for `share_s` seconds, at least twice, once warm."""
     action()
     _synchronize()
     if distributed.is_initialized():

@@ -194,7 +194,7 @@ def _interval(table: Mapping[str, object], value: float, path: str, origin: str)
 
 
 def names(folder: str) -> tuple[str, ...]:
-    """Names of the data files in `devices`, `nodes`, `architectures`, `fabrics` or `networks`."""
+    """Return the names of the data files in a folder of `data`, e.g. "devices", "nodes" or "networks"."""
     return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
 
 

@@ -24,4 +24,4 @@ class TopologyError(CostModelError, ValueError):
 
 
 class CostArgumentError(CostModelError, ValueError):
-    """A negative byte, FLOP or group size, or a timeline that is not a DAG."""
+    """An argument of a cost model is impossible, e.g. a negative number of bytes, or an unknown pipeline schedule."""

@@ -64,7 +64,7 @@ def communicator_bytes(communicators: int, channels: int | None = None, connecti
 
         communicators * channels * connections * (Simple 4 MiB + LL 0.5 MiB + LL128 4.7 MiB)
 
-    Communicators of one rank have none. Defaults are those of eight devices behind NVSwitch.
+    Communicators of one rank have no buffers. The defaults are the numbers of eight devices behind NVSwitch.
     """
     file = load("software", "nccl")
     buffers = sum(file.family("buffer", "B").values())

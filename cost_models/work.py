@@ -43,8 +43,8 @@ class MatmulShape(NamedTuple):
 class AttentionShape(NamedTuple):
     """Shape of an attention call.
 
-    Queries are [heads, queries, depth], keys [heads, keys, depth], values [heads, keys, value_depth]. `heads` is batch
-    times heads.
+    Queries are [heads, queries, depth], keys [heads, keys, depth], values [heads, keys, value_depth]. `heads` is the
+    batch size times the number of heads.
     """
 
     heads: int

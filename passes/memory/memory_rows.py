@@ -19,7 +19,8 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
     Args:
         usage: the items in memory.
         point: the program point.
-        edge_between: pair of variables that decides an item's size to the index of the edge between the variables.
+        edge_between: pair of variables that decides an item's size to the index of the edge from the first to the
+            second variable.
     """
     if point not in usage.known_rows:
         if len(usage.known_rows) >= _MOST_KEPT:

@@ -1,9 +1,9 @@
 """Find the lifetimes of values in the repeated units that a program leaves out (`passes.strategies.repeated`).
 
-The program has one unit before the gap, and one unit behind it, which stands for the left-out units. Each unit has runs
-of consecutive calls: its forward, its backward, and parts of the update. In each run, the left-out units would lie just
-before the later of these two units. So a value that a run makes has its copies from the first point of the later unit.
-If the last reader of a value is in a run, the copies are freed just before that point.
+The left-out units are missing between two units of the program; the unit behind this gap stands for them. Each unit has
+runs of consecutive calls: its forward, its backward, and parts of the update. In each run, the left-out units would lie
+just before the later of the two units beside the gap. So if a run makes a value, the value's copies count from the
+first point of the later unit. If the last reader of a value is in a run, the copies are freed just before that point.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class PaddedContent:
         low, high: the smallest and the largest number.
         is_finite: whether all numbers are finite; then none is NaN.
         is_clean: whether the numbers also occur in the clean part, as in a row that is repeated.
-        is_like_clean: whether numbers are infinite only if the clean part is. For example, scores plus a mask without
-            padding are.
+        is_like_clean: whether numbers are infinite only if the clean part is. For example, this is so for scores plus a
+            mask without padding.
 
     Example:
         >>> constant(0.0).is_constant, UNKNOWN.is_constant
@@ -236,7 +236,9 @@ def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | No
 
 
 def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Function:
-    """Return a function for a comparison. Its content is 1 if it holds for all elements, 0 if for none; else None.
+    """Return the function of `_FUNCTIONS` for a comparison.
+
+    It returns the content 1 if the comparison holds for all elements, 0 if it holds for no element, and None otherwise.
 
     Args:
         holds: the comparison of two numbers.

@@ -173,7 +173,7 @@ def _extreme(call: PaddedCall) -> Results:
 def _extremes(call: PaddedCall) -> Results:
     """Return an extreme over a dim and its index, or the index alone.
 
-    Over a padded dim, no element of the padding may be more extreme than the clean elements before it.
+    Over a padded dim, no element of the padding may be more extreme than any clean element.
     """
     (x,) = call.operands
     dim = call.argument(1, "dim")

@@ -1,13 +1,14 @@
 """Insert an identity, the *fan-out*, after every value with several users, to reshard the value once for all users.
 
 Before → after: a value `x` with at least two uses gets `h = fan_out(x)` before its first use in the forward, and all
-forward users read `h`. If several backward nodes use it, they read `g = fan_out(h)`, placed before the first of them.
-All specs are strategies of a fan-out. The planner may then put one reshard on the edge into the fan-out, shared by all
-users, and private reshards behind it. Problems become pairwise, because a cost depends on at most two nodes.
+forward users read `h`. If several backward nodes use `x`, they read `g = fan_out(h)`, placed before the first of them.
+All specs are strategies of a fan-out. The planner may then put one reshard, shared by all users, on the edge into the
+fan-out, and reshards for single users behind the fan-out. Problems become pairwise, because a cost depends on at most
+two nodes.
 
-An optimizer's update reads a parameter directly instead of its fan-out, so that no resharded copy is saved for it. A
-gradient that it reads gets a fan-out of its own at once, in the backward. A reduced gradient is then not stored in full
-until the update, and micro-batches accumulate the reduced gradient.
+An optimizer's update reads a parameter directly instead of its fan-out, so that no resharded copy is saved for the
+update. A gradient that the update reads gets a fan-out of its own in the backward, right after its computation. So only
+the reduced gradient is stored until the update, and micro-batches accumulate the reduced gradient.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
     Args:
         args, kwargs: the example inputs.
         dims: the dims of each symbol. By default, `batch` is the first dim of every input. `sequence` is the second dim
-            if some input looks like sequences: integers with at least two dims, or a tensor with three dims. An input
-            is left unchanged if its second dim has another size than that of the first input like sequences.
+            if some input looks like sequences: integers with at least two dims, or a tensor with three dims. It belongs
+            to all inputs whose second dim is as long as that of the first such input.
 
     Raises:
         FormulaError: no input has one of the dims, or `dims` is no mapping.

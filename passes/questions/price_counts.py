@@ -162,7 +162,10 @@ class CountsOfPrice:
 
 
 def _numbers_of(price: LayerPrice) -> dict[str, float]:
-    """Return the numbers of a layer class by name. "forward tensor" is the bytes of its collectives over an axis."""
+    """Return the numbers of a layer class by name.
+
+    For example, "forward tensor" is the bytes of the forward's collectives over the axis "tensor".
+    """
     found = {name: getattr(price, name) for name in _HELD}
     found["flops"] = price.forward.busy.flops + price.backward.busy.flops
     for phase, name in ((price.forward, "forward"), (price.backward, "backward")):

@@ -1,6 +1,6 @@
 r"""Search a large assignment for a near-optimal choice with a proven bound, in time linear in the assignment's size.
 
-The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
+The Lagrangian of the memory rows :math:`m_t(x) \le L`, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
 
 .. math::  L(\lambda) = \min_x \sum_v c_v[x_v] + \sum_{uv} C_{uv}[x_u, x_v] + \sum_t \lambda_t (m_t(x) - L) ,
 
@@ -12,9 +12,9 @@ a program are solved exactly.
 1. Pass messages. Round them to a choice. Improve the choice one variable at a time. Keep the cheapest choice that fits.
 2. Every seen choice is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. Find the multipliers that
    are best under all cuts (Kelley, "The Cutting-Plane Method", 1960). They may exceed the best multipliers so far only
-   by a margin (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). Average both
-   (Wentges, 1997) and continue with the average. A program point gets a multiplier when its bytes first are a peak over
-   the limit.
+   by a margin (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). Continue with
+   the average of the new and the best multipliers (Wentges, 1997). A program point gets a multiplier when it first is
+   the peak of a choice that exceeds the limit.
 3. Stop when the gap between bound and choice is within the tolerance or no longer shrinks. Stop also when no choice has
    fit for long, after `max_rounds`, or when the caller stops the search.
 4. If memory binds, raise the multipliers until the rounded choice fits. A search that already has a choice may skip

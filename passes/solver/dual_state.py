@@ -94,7 +94,10 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """If a multiplier reached its upper limit, widen the reach after a better bound; otherwise narrow the reach."""
+        """Widen the reach after a better bound, and narrow it after a worse bound.
+
+        The reach stays as it is if no multiplier came up to its limit in the last update.
+        """
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 

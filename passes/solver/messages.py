@@ -1,8 +1,8 @@
 """Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
-Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
-Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound
-after a pass never falls while the costs stay the same.
+The method is sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The
+bound after a pass never falls while the costs stay the same.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Call `show` never within this context. It is for searches of a part of a problem.
+        """Do not call `show` within this context, in which a part of a problem is searched.
 
         The bound of a part does not bound the whole problem.
         """
