@@ -104,8 +104,8 @@ def _place(
     """Return a shard's position in the global array, with dims of size 1 in front to make four dims.
 
     Returns:
-        The sizes of the four dims, the strides of the first three dims in the row-major global array, and the global
-        number of the shard's first element.
+        The sizes of the four dims of the shard. The strides of the first three dims in the row-major global array. The
+        global number of the shard's first element.
     """
     missing = _MAX_DIMS - len(shape)
     sizes = [*[1] * missing, *shape]
