@@ -115,7 +115,8 @@ def _is_flat(item: fx.Node) -> bool:
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
     """Return the call that can write the value of `flat` directly into the buffer, or None.
 
-    Such a call is in `INTO`, only the bucket reads its contiguous result, and the place in the buffer is aligned.
+    It can if its operator is in `INTO`, only the bucket reads its contiguous result, and its place in the buffer is
+    aligned.
 
     Args:
         flat: the flat view of the value.

@@ -66,7 +66,7 @@ def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, A
 def _lie_apart(parts: Iterable[_Part]) -> bool:
     """Whether the results that lie in one memory do not overlap.
 
-    They do not if there is only one result, or if all are different results of one split.
+    They do not overlap if there is only one result, or if all are different results of one split.
     """
     parts = list(parts)
     splits = {part[0] if part is not None else None for part in parts}

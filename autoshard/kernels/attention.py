@@ -46,7 +46,7 @@ def attention_reference(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of grouped heads, with sums in float32 (float64 for float64 inputs).
+    """Compute attention of grouped heads, with sums in float32 (float64 for float64 inputs).
 
     Args:
         q: [B, H, S, D].
@@ -66,7 +66,7 @@ def attention_reference(
         out [B, H, S, E] in q's dtype, and lse [B, H, S] in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, or dropout without a seed.
+        ValueError: shapes do not fit each other, or dropout has no seed.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)

@@ -87,7 +87,7 @@ class _AttentionCall:
     Args:
         rows: positions of the queries.
         keys: positions of the keys and values.
-        is_causal: whether query i of `rows` attends to no key of `keys` beyond number i.
+        is_causal: whether query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`.
         bias: numbers to add to the scores.
     """
 

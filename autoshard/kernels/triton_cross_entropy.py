@@ -50,10 +50,10 @@ def cross_entropy_forward_kernel(
 ):
     """Compute loss and log-sum-exp of rows, over all chunks of classes up to this one.
 
-    The chunk logits_ptr [rows, columns] has the classes from `first` on. All chunks have `classes` classes. The targets
-    target_ptr [rows] are int64. The results loss_ptr, lse_ptr and worth_ptr [rows] are float32. If first > 0, lse_ptr
-    and worth_ptr hold the values of the earlier chunks. If one chunk has all classes, worth_ptr is None. STEPS blocks
-    of BLOCK_C cover the columns.
+    The chunk logits_ptr [rows, columns] has the classes from `first` on. All chunks together have `classes` classes.
+    The targets target_ptr [rows] are int64. The results loss_ptr, lse_ptr and worth_ptr [rows] are float32. If
+    first > 0, lse_ptr and worth_ptr hold the values of the earlier chunks. If one chunk has all classes, worth_ptr is
+    None. STEPS blocks of BLOCK_C cover the columns.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
@@ -115,7 +115,7 @@ def cross_entropy_backward_kernel(
     """Write the gradient of a tile of logits.
 
     grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be the same.
-    They have the classes from `first` on. All chunks have `classes` classes.
+    They have the classes from `first` on. All chunks together have `classes` classes.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -33,7 +33,10 @@ aten = torch.ops.aten
 
 @sharding_rule(aten.rot90.default)
 def quarter_turns(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
-    """Block the dims that the turn reverses. An odd number of quarter turns exchanges two dims and reverses one."""
+    """Return the rule. Dims that the turn reverses cannot be split.
+
+    An odd number of quarter turns exchanges two dims, and reverses one of them.
+    """
     first, second = (normal_dim(dim, x.dim()) for dim in dims)
     turns = k % 4
     reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
@@ -64,7 +67,7 @@ def block_diag(xs: Sequence[torch.Tensor]) -> Rule:
 
 @sharding_rule(aten._chunk_cat.default)
 def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
-    """Block the dims from `dim` on, because the operator flattens, pads and cuts them."""
+    """Return the rule. Dims from `dim` on cannot be split, because the operator flattens, pads and cuts them."""
     before = named(normal_dim(dim, xs[0].dim()))
     operands = [(*before, *all_blocked(x.dim() - len(before))) for x in xs]
     return joins(operands, (*before, BLOCKED, BLOCKED), xs)
@@ -72,7 +75,7 @@ def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
 
 @sharding_rule(aten.masked_scatter.default)
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Rule:
-    """Block all dims, because masked places take the elements of the source in the global order."""
+    """Return the rule. No dim can be split, because masked places take elements of the source in the global order."""
     operands = tuple(all_blocked(operand.dim()) for operand in (x, mask, source))
     shape = broadcast_shape([x.shape, mask.shape])
     return _written((operands, (all_blocked(len(shape)),)), x, source, 2)
@@ -80,7 +83,7 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
 
 @sharding_rule(aten.masked_select.default)
 def masked_select(x: torch.Tensor, mask: torch.Tensor) -> Rule:
-    """Block all dims, because the number of selected elements depends on the mask's values."""
+    """Return the rule. No dim can be split, because the number of selected elements depends on the mask's values."""
     return Rule(((all_blocked(x.dim()), all_blocked(mask.dim())), (all_blocked(1),)), transparent=True)
 
 

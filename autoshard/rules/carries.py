@@ -1,9 +1,9 @@
 """Makes the entries of `Rule.carries`: ways for partial maxima, minima, products and some sums to pass a call.
 
-A partial maximum passes an increasing operator, and becomes a partial minimum in a decreasing operator. It may pass
-through one of several operands, while the other operands are whole. For operators such as `max` and `where`, all
-operands may be partial together. A partial product passes products and powers. Sums through linear operands are in
-`Rule.linear` instead.
+A partial maximum passes an operator that never decreases. In an operator that never increases, it becomes a partial
+minimum. It may pass through one of several operands, while the other operands are whole. For operators such as `max`
+and `where`, all operands may be partial together. A partial product passes products and powers. Sums through linear
+operands are in `Rule.linear` instead.
 
 Each *group* below is a collection of operand indices that are partial at the same time.
 """
@@ -27,12 +27,12 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 
 
 def increasing(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima and of minima through each group of operands in which all results are increasing."""
+    """Return carries of maxima and of minima through each group of operands in which no result ever decreases."""
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
 
 def decreasing(*groups: Operands) -> list[Carry]:
-    """Return carries through each group of operands in which the only result is decreasing.
+    """Return carries through each group of operands in which the only result never increases.
 
     Partial maxima of the operands become partial minima of the result, and minima become maxima.
     """

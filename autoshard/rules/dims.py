@@ -20,7 +20,7 @@ ONE: tuple[str, ...] = ()
 """A dim of size one without a factor."""
 
 BLOCKED: tuple[str, ...] = ("_",)
-"""A dim that may not be split."""
+"""A dim that cannot be split."""
 
 
 def named(ndim: int, prefix: str = "d") -> Dims:

@@ -84,7 +84,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
     """Return every strategy that `rule` admits on `mesh`, the fully replicated strategy first.
 
     A split factor must lead its dim in every operand and result, or all factors before it must be split to single
-    elements. Its size must divide by the number of pieces, or the rule must allow padding.
+    elements. The number of pieces must divide the factor's size, or the rule must allow padding.
     """
     found = {}
     for choices in choices_of_groups(mesh, axis_choices(rule), groups):

@@ -315,7 +315,7 @@ def _beside_number(x: torch.Tensor, value: float) -> list[Carry]:
 
 
 def _beside(x: torch.Tensor, other: torch.Tensor, index: int) -> list[Carry]:
-    """Return carries of a call in which elements of operand `index`, `other`, replace elements of operand 0, `x`."""
+    """Return carries of a call that replaces elements of `x` (operand 0) by elements of `other` (operand `index`)."""
     return meaningful({0: x, index: other}, [*increasing((0,), (index,)), *moving((0, index))])
 
 

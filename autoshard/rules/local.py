@@ -34,7 +34,7 @@ class LocalContext(Protocol):
         ...
 
     def index(self, factor: str) -> Any:
-        """Return the index of the running rank's piece of `factor`, an integer value of the program, or 0."""
+        """Return the index of the running rank's piece of `factor`: a value of the program, or 0 if it is not split."""
         ...
 
     def offset(self, factor: str) -> Any:
@@ -78,7 +78,7 @@ class LocalContext(Protocol):
         ...
 
     def all_gather(self, value: Any, factor: str) -> Any:
-        """Emit an all-gather of `value` over the ranks that split `factor`, and stack the values on a new dim 0."""
+        """Emit an all-gather over the ranks that split `factor`: their values in order, stacked on a new dim 0."""
         ...
 
     def group(self, *factors: str) -> str | None:

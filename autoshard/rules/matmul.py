@@ -153,9 +153,9 @@ def scaled_mm(
 
 
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
-    """Return the dims of a scale with one element, or with one element for each of `rows`. Otherwise, return None.
+    """Return the dims of a scale, or None for scales of blocks.
 
-    `by_row` has the dims in the latter case.
+    A scale with one element has dims of size one. A scale with an element for each of `rows` has the dims `by_row`.
     """
     if scale.numel() == 1:
         return ((),) * scale.dim()

@@ -60,10 +60,10 @@ class Beside(StrEnum):
     """This operand must not be zero, because it divides the partial sum."""
 
     ANYTHING = "anything"
-    """This operand may have any value. It does not change the multiplier of the partial sum without bound."""
+    """This operand may have any value. The multiplier of the partial sum is bounded for all values, or independent."""
 
     NEVER = "never"
-    """No condition suffices: the result is infinite for some finite numbers, as for a logarithm or singular matrix."""
+    """No value of this operand is safe: some finite numbers give infinite results, such as a singular matrix."""
 
 
 @dataclass(frozen=True, slots=True)

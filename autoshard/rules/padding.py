@@ -93,7 +93,7 @@ def _is_parallel(bound: BoundRule, factor: str) -> bool:
 def _is_linear_sum(bound: BoundRule, factor: str) -> bool:
     """Whether results are sums over `factor` to which zero padding adds zero.
 
-    They are if they are linear in a set of operands that all have the factor.
+    That holds if the results are linear in a set of operands that all have the factor.
     """
     if bound.reduce.get(factor) is not Reduction.SUM or factor in bound.whole:
         return False

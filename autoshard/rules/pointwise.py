@@ -64,7 +64,7 @@ _LINEAR_AND_BOUNDED = """
     polar gelu_backward silu_backward hardswish_backward mish_backward softplus_backward hardsigmoid_backward
 """
 
-# Increasing, or decreasing, in the first operand on the whole real line.
+# Never decreasing, or never increasing, in the first operand on the whole real line.
 _INCREASING = """
     asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh
     softshrink special_log_ndtr tanh trunc ge.Scalar gt.Scalar
@@ -75,7 +75,7 @@ _DECREASING = "angle erfc signbit special_erfcx le.Scalar lt.Scalar bitwise_not"
 # The result is the gradient where the operand is in some range, and zero elsewhere.
 _MASKING_BACKWARDS = "threshold_backward hardtanh_backward softshrink_backward hardshrink_backward"
 
-# Increasing, but only defined above some number. If the minimum is in the domain, all addends are, so minima pass.
+# Never decreasing, but only defined above some number. If the minimum is above it, all addends are, so minima pass.
 _INCREASING_ABOVE = "acosh log log10 log1p log2 sqrt"
 
 _COPIES = "clone contiguous alias alias_copy detach detach_copy positive lift_fresh_copy lift_fresh"

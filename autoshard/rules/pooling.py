@@ -94,7 +94,10 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
 
 
 def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
-    """Return the windows of adaptive pooling to `sizes`. They are only right for sizes that divide the plane's size."""
+    """Return the windows of adaptive pooling to `sizes`.
+
+    If a dim's size is no multiple of its number of windows, `HaloWindow.fits` is False, and the dim is not split.
+    """
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
         HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)

@@ -42,7 +42,7 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A generated kernel.
+    """A kernel that was generated for a group, and the operator that runs it.
 
     Args:
         group: the operators that the kernel computes.
