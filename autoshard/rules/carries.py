@@ -83,8 +83,9 @@ def moving(*groups: Operands) -> list[Carry]:
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """Return the carries that the operands' dtypes allow. Carries of products through booleans are left out.
+    """Return the carries that the operands' dtypes allow.
 
+    Carries of products through booleans, and carries through operands that are not given, are left out.
     The registry later removes all carries of complex numbers except sums.
     """
     known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))

@@ -139,7 +139,8 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
     """Whether these axes together may split a factor.
 
     Pieces must be large enough for the rewrite's communication. An uneven split needs padding that the rule allows. If
-    the padding is filled, no partial sum or product may be carried, because each addend would have the fill value.
+    padding is filled with another value than 0, no partial sum or product may be carried, because each addend would
+    have the fill value.
     """
     if rule.sizes[factor] // mesh.shards(axes) < rule.exchanged.get(factor, 0):
         return False

@@ -49,7 +49,7 @@ The arguments are the call's arguments with local values. The result stands for 
 class Beside(StrEnum):
     """A condition on one operand of a call under which another operand may be a partial sum.
 
-    If the condition fails, an addend could become infinite although the whole result is finite
+    If the condition fails, addends could become infinite, and their sum NaN, where one device has a number
     (`autoshard.rules.linearity`).
     """
 

@@ -250,7 +250,7 @@ def _is_finite(number: Any) -> bool:
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """Return the rule. Sums do not pass, because each rank would add the number.
+    """Return the rule. Unless the number is 0, sums do not pass, because each rank would add the number.
 
     Maxima of integers do not pass, because the identity of a maximum would wrap round.
     """

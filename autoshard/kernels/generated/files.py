@@ -2,7 +2,7 @@
 
 The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). A file's name has a digest of
 its text, and an edited file is written again. Python executes the generated text in memory, and never reads the file or
-bytecode beside it. Only the user can read or write the folder. It can be removed safely.
+bytecode beside it. Other users cannot write to the folder. It can be removed safely.
 """
 
 from __future__ import annotations
