@@ -1,1 +1,1 @@
-"""Rewrites of torch.fx graphs that are independent of engines."""
+"""Rewrites of torch.fx graphs that do not depend on the engine (simulator or torch.distributed) that runs the graph."""

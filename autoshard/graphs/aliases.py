@@ -1,7 +1,7 @@
-"""Operands whose memory the results of a call may share, so that a write to one changes the other operand.
+"""Operands whose memory the results of a call may share. A write to such a result changes the operand too.
 
 An operator's schema says which results are views. Some operators return an operand or a view of it although their
-schema does not say so. They are listed here, and a test compares the list with runs of torch's operators.
+schema does not say so. This file lists these operators, and a test compares the list with runs of torch's operators.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ _MAY_RETURN_OPERANDS = frozenset({
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "_cast_Byte", "_cast_Char", "_cast_Double",
     "_cast_Float", "_cast_Half", "_cast_Int", "_cast_Long", "_cast_Short", "_saturate_weight_to_fp16",
 })  # fmt: skip
-"""Operators that return an operand: packets of aten, and other operators by their full names."""
+"""Operators that may return an operand although their schema does not say so.
+
+An aten operator is named by its overload packet, such as "dropout". Other operators have their full names.
+"""
 
 
 def aliased_operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The operands of a call whose memory its results may share; all operands for a plain Python function.
+    """Return the operands of `node` whose memory its results may share.
+
+    For a plain Python function, these are all operands. For a node that is no call, the tuple is empty.
 
     Example:
         >>> graph = fx.Graph()
@@ -47,7 +52,7 @@ def _returns_operands(target: torch._ops.OpOverload) -> bool:
 
 
 def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
-    """The operands that share an alias with a result in the schema."""
+    """Return the operands that the operator's schema marks as aliases, such as `Tensor(a) self` of `view`."""
     found: dict[fx.Node, None] = {}
     for position, name in _aliased_arguments(target):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -57,7 +62,10 @@ def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, .
 
 @cache
 def _aliased_arguments(target: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """The places and names of arguments with an alias, if a result has an alias too."""
+    """Return position and name of each argument that the schema marks as an alias.
+
+    The tuple is empty if the schema marks no result as an alias.
+    """
     if not any(item.alias_info is not None for item in target._schema.returns):
         return ()
     arguments = enumerate(target._schema.arguments)

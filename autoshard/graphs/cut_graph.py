@@ -1,4 +1,7 @@
-"""Cuts a graph in two: the first graph computes some results, the second the others from values of the first."""
+"""Cuts a graph in two. The first graph computes some results, and the second graph computes the other results.
+
+The second graph reads intermediate values that the first graph returns.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ from autoshard.ir.collectives import is_wait
 def cut_graph(
     root: fx.GraphModule, results: Collection[int], *, hands_on_inputs: bool = False
 ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """Return the graph of some results, the graph of the other results, and the number of values handed from first to
-    second.
+    """Return the first graph, the second graph, and the number of values that the first hands to the second.
 
-    The first graph takes the inputs of `root`, and returns its results, then these values. The second graph takes these
-    values, then the same inputs. Collectives are waited for in the graph that starts them.
+    The first graph takes all inputs of `root`. It returns the results at the indices `results`, then the values that it
+    hands over. The second graph takes the values handed over, then all inputs of `root`. It returns the other results.
+    A collective's wait is in the graph that starts the collective.
 
     Args:
         root: a functional graph that returns a flat tuple.
         results: indices of the first graph's results among those of `root`, in order.
-        hands_on_inputs: the second graph takes only the inputs that it reads, among the values handed to it.
+        hands_on_inputs: the first graph also hands over the inputs that the second graph reads. The second graph then
+            takes only the values handed over.
 
     Example:
         >>> graph = fx.Graph()
@@ -52,7 +56,10 @@ def cut_graph(
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls that compute the results, with all items of their tuples and the waits of their collectives."""
+    """Return the calls that compute `results`.
+
+    If a call returns a tuple, all its `getitem` nodes are included. If a call starts a collective, so is its wait.
+    """
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()

@@ -1,9 +1,11 @@
-"""Call torch's own functions in place of operators in a graph that runs as it is, to reach the same kernels sooner.
+"""Replaces calls of `torch.ops` by calls of torch's Python functions, which start the same kernels with less overhead.
 
 Before → after: `torch.ops.aten.mm.default(x, y)` → `torch.mm(x, y)`; `torch.ops.aten.view.default(x, shape)` →
-`x.view(shape)`. A call by operator name matches its arguments to a schema and puts the arguments on a stack. torch's
-functions read arguments in generated code. Between large kernels, which empty the caches, a call costs some
-microseconds less. The tables have the most frequent operators whose functions take the same arguments.
+`x.view(shape)`. The pass serves graphs that run as they are, without a compiler such as Inductor.
+
+A call of `torch.ops` matches its arguments to a schema and puts the arguments on a stack. Functions of torch parse
+arguments in generated code. Between large kernels, which empty the caches, this saves some microseconds a call. The
+tables have the most frequent operators whose functions take the same arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ METHODS: Mapping[Any, str] = MappingProxyType(
         _aten.view.default: "view",
     }
 )
-"""Operators and the methods of their first argument, a tensor."""
+"""From an operator to the equal method of its first argument, a tensor."""
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -63,11 +65,11 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.unsqueeze.default: torch.unsqueeze,
     }
 )
-"""Operators and functions of torch."""
+"""From an operator to the equal function of torch."""
 
 
 def call_directly(graph_module: fx.GraphModule) -> None:
-    """Replace operators by functions and methods in place."""
+    """Replace the operators of the tables by functions and methods, in the given graph module itself."""
     for node in graph_module.graph.nodes:
         if not node.args or isinstance(node.args[0], int | float):
             continue  # operators take a number for a tensor

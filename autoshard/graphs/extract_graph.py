@@ -1,4 +1,4 @@
-"""Extracts a part of a graph as a graph of its own: a phase, half of a backward, or part of an update."""
+"""Copies some calls of a graph into a graph of their own, such as the calls of the backward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CopyNode = Callable[[fx.Graph, fx.Node, Callable[[fx.Node], fx.Node]], fx.Node]
 
 
 def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Add a placeholder with the name and the metadata of a node.
+    """Add a placeholder to `graph` with the name and the metadata of `node`, and return the placeholder.
 
-    `graph.placeholder` writes names in small letters, and names of parameters may have capitals.
+    `fx.Graph.placeholder` would turn capital letters into small letters, and parameters' names may have capitals.
     """
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta = dict(node.meta)
@@ -26,16 +26,17 @@ def extract_graph(
     results: Sequence[fx.Node],
     copy_node: CopyNode = fx.Graph.node_copy,
 ) -> fx.Graph:
-    """Return the graph of some calls of `whole`, from `inputs` to `results`.
+    """Return a new graph that computes `results` from `inputs` with copies of the calls `members`.
 
-    Other nodes that the calls need (scalars, constants) are copied too.
+    Other nodes that the calls read, such as scalars and constants, are copied too. Unused calls are left out.
 
     Args:
-        whole: the whole graph.
-        inputs: its nodes to turn into placeholders, in order.
-        members: its calls to copy.
-        results: its nodes to return, in order.
-        copy_node: copies a node into a graph, given the copy of each operand.
+        whole: the graph that has all these nodes.
+        inputs: nodes of `whole` that become the placeholders of the new graph, in this order.
+        members: calls of `whole` to copy.
+        results: nodes of `whole` whose copies the new graph returns, in this order.
+        copy_node: `copy_node(graph, node, copy_of)` adds a copy of `node` to `graph`. `copy_of` maps an operand to its
+            copy.
     """
     graph = fx.Graph()
     copies = {node: placeholder_like(graph, node) for node in inputs}

@@ -1,13 +1,25 @@
-"""Computes or copies bucket members directly into their bucket, in a graph that runs as it is.
+"""Writes gradients directly into the buffer of their bucket. A bucket is one collective for several gradients.
 
-Before → after: `a = mm(x, y); b = f(z); started = all_reduce(cat([view(a, [-1]), view(b, [-1])]))` → `flat =
-new_empty(x, [n]); p, q = split_with_sizes(flat, sizes)`, `mm.out(x, y, out=view(p, [k, n]))`, `copy_(q, view(f(z),
-[-1]))`, `started = all_reduce(flat)`. So a gradient that is a product or a sum is computed at its place in the bucket.
-Other gradients are copied while they are in the cache, and freed. The buffer lives from its first write. In a
-reduce-scatter each member has a row for each rank, and all members are copied.
+Before:
 
-Functional graphs are planned, simulated and proven. Processes run the graph with writes, and memory and prices describe
-that graph. `passes.verification.pack_buckets` inverts the rewrite for verification.
+    a = mm(x, y)
+    b = f(z)
+    started = all_reduce(cat([view(a, [-1]), view(b, [-1])]))
+
+After:
+
+    flat = new_empty(x, [n])
+    p, q = split_with_sizes(flat, sizes)
+    mm.out(x, y, out=view(p, shape_of_a))
+    copy_(q, view(f(z), [-1]))
+    started = all_reduce(flat)
+
+A gradient that is a matrix product or a sum is computed in the buffer itself. Other gradients are copied right after
+their computation, while they are in the cache, and are then freed. The buffer is allocated at its first write. In a
+reduce-scatter each gradient has a row for each rank, and all gradients are copied.
+
+Processes run the rewritten graph, and predictions of memory and time describe it. Planning, the simulator and the proof
+use the functional graph. `passes.verification.pack_buckets` turns a rewritten graph back into its functional form.
 """
 
 from __future__ import annotations
@@ -29,22 +41,22 @@ _aten = torch.ops.aten
 INTO: Mapping[Any, Any] = MappingProxyType(
     {_aten.mm.default: _aten.mm.out, _aten.sum.dim_IntList: _aten.sum.IntList_out, _aten.add.Tensor: _aten.add.out}
 )
-"""Operators that compute gradients, with their variants that write into given memory."""
+"""From an operator that computes gradients to its `out` variant, which writes its result into a given tensor."""
 
 _SHAPED = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.contiguous.default)
-"""Calls that keep the order of their operand's elements."""
+"""Operators whose result has the elements of their operand in the same order."""
 
 _ALIGNED_BYTES = 64
-"""Alignment of fresh memory. At other addresses kernels are slower, and may round differently."""
+"""Alignment of new tensors in bytes. At other addresses kernels are slower, and may round differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A value in a bucket.
+    """A value that a bucket packs, usually a gradient.
 
     Args:
-        flat: the value in one row, or in one row for each rank.
-        computed: the call that computes the value into the bucket; None for a copied value.
+        flat: the `view` of the value as [elements], or as [ranks, elements] for a reduce-scatter.
+        computed: the call that computes the value and can write into the buffer. None if the value is copied.
     """
 
     flat: fx.Node
@@ -52,7 +64,7 @@ class Member:
 
     @property
     def value(self) -> fx.Node:
-        """The copied or computed value."""
+        """The node of the value: `computed`, or the operand of `flat`."""
         return self.flat.all_input_nodes[0] if self.computed is None else self.computed
 
     @property
@@ -63,20 +75,26 @@ class Member:
 
 
 def fill_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with its buckets filled in place, or the graph itself without buckets."""
+    """Return a copy of the graph module in which values are written into their buckets.
+
+    If the graph has no buckets, return the graph module itself.
+    """
     graph = filled(graph_module.graph)
     return graph_module if graph is graph_module.graph else lazy_module(graph_module, graph)
 
 
 def filled(graph: fx.Graph) -> fx.Graph:
-    """Like `fill_buckets`, for an fx graph."""
+    """Return the rewritten copy of `graph`, as `fill_buckets` does for a graph module."""
     packed = graph.find_nodes(op="call_function", target=_aten.cat.default)
     buckets = {node: members for node in packed if (members := members_of(node))}
     return _Filling(graph, buckets).run() if buckets else graph
 
 
 def members_of(packed: fx.Node) -> list[Member]:
-    """The members of a reduced bucket in order; empty for any other call, and if all members are inputs."""
+    """Return the values that the `cat` call `packed` puts into a bucket, in order.
+
+    The list is empty if `packed` is no bucket of an all-reduce or a reduce-scatter, or if all its values are inputs.
+    """
     started = next(iter(packed.users), None)
     if packed.target is not _aten.cat.default or len(packed.users) != 1 or started is None:
         return []
@@ -95,7 +113,15 @@ def _is_flat(item: fx.Node) -> bool:
 
 
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
-    """The call that can compute a member at its place, because nothing else reads its result."""
+    """Return the call that can write the value of `flat` directly into the buffer, or None.
+
+    It can if its operator is in `INTO`, only the bucket reads its contiguous result, and its place in the buffer is
+    aligned.
+
+    Args:
+        flat: the flat view of the value.
+        place_bytes: offset of the value in the buffer, in bytes.
+    """
     value = flat
     while value.target in _SHAPED and len(value.users) == 1:
         (value,) = value.all_input_nodes
@@ -106,15 +132,15 @@ def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
 
 @dataclass(slots=True)
 class _Filling:
-    """Copies a graph with its buckets filled in place.
+    """Copies a graph and rewrites its buckets on the way.
 
     Args:
-        graph: the graph.
-        buckets: the members of each bucket, by the packing call.
-        made: the copy.
-        copies: the copies of nodes.
-        parts: the split of each started bucket.
-        given: member inputs, which wait for their bucket to start.
+        graph: the graph to copy.
+        buckets: from the `cat` call of a bucket to the bucket's members.
+        made: the new graph.
+        copies: from a node of `graph` to its copy in `made`.
+        parts: from a `cat` call to the `split_with_sizes` call in `made` that cuts the bucket's buffer into members.
+        given: from a `cat` call to indices of members that are inputs. They are copied once the buffer is allocated.
     """
 
     graph: fx.Graph
@@ -125,7 +151,7 @@ class _Filling:
     given: dict[fx.Node, list[int]] = field(default_factory=dict)
 
     def run(self) -> fx.Graph:
-        """The copy."""
+        """Fill `made` and return it."""
         written: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         left_out = set(self.buckets)
         for packed, members in self.buckets.items():
@@ -162,7 +188,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Allocate a bucket, and copy the members that exist already."""
+        """Allocate the buffer of bucket `packed`, and copy those members into it that are inputs of the graph."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)
@@ -181,7 +207,7 @@ class _Filling:
 
 
 def _between(member: Member) -> set[fx.Node]:
-    """The calls between the computation of a member and its flat form."""
+    """Return the views that the rewrite drops: `flat`, and all views between `computed`, if given, and `flat`."""
     found, node = {member.flat}, member.flat
     while member.computed is not None and node is not member.computed:
         found.add(node)

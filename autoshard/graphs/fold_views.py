@@ -1,9 +1,9 @@
-"""Removes views of views in a graph that runs as it is, because every call costs the host time.
+"""Removes redundant views, because every call costs time on the host.
 
 Before → after: `reshape(reshape(x, a), b)` → `reshape(x, b)`, if nothing else reads the inner result. `reshape(x, b)`
-and `permute(x, dims)` → `x`, if they change nothing. Lowered programs have a pair of reshapes around each linear layer:
-to the rows of the product, and back. Only views of contiguous memory are removed, never a copy, whose memory
-would live at another time.
+and `permute(x, dims)` → `x`, if they change nothing. Lowered programs have two reshapes around each linear layer: one
+to a matrix of tokens and features, and one back. Only views of contiguous tensors are removed. A reshape that copies
+stays, because without it memory would be allocated at another time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PERMUTE = torch.ops.aten.permute.default
 
 
 def fold_views(graph_module: fx.GraphModule) -> None:
-    """Remove redundant views in place."""
+    """Remove redundant views from the given graph module itself."""
     graph = graph_module.graph
     results = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
@@ -34,7 +34,7 @@ def fold_views(graph_module: fx.GraphModule) -> None:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Whether a view leaves all elements in place."""
+    """Whether `node` is a view with the same shape and the same order of dims as its contiguous operand."""
     operand, value = node.args[0] if node.args else None, node.meta.get("val")
     if not isinstance(operand, fx.Node) or not _is_in_order(operand):
         return False

@@ -1,7 +1,7 @@
-"""Graph modules whose Python code is written at the first run or read.
+"""Graph modules that generate their Python code only when somebody runs the module or reads its code.
 
-`torch.fx.GraphModule` writes and compiles its code at every creation and change. A compile makes some ten modules that
-the next pass reads node by node and that never run. Their code took a tenth of a compile's time.
+`torch.fx.GraphModule` generates and compiles its code at every creation and change. `autoshard.compile` makes some ten
+modules that never run, because the next pass only reads their nodes. Their code took a tenth of a compile's time.
 """
 
 from __future__ import annotations
@@ -13,5 +13,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def lazy_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """Like `fx.GraphModule(root, graph)`; `recompile()` marks a changed graph as usual."""
+    """Return a module like `fx.GraphModule(root, graph)` that generates its code at first use.
+
+    After a change of the graph, call `recompile()` as usual.
+    """
     return _LazyGraphModule(root, graph)

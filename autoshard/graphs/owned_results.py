@@ -1,7 +1,8 @@
-"""Results of a graph that own their memory, so that the caller may overwrite the results.
+"""Results of a graph that own their memory, so that the caller may overwrite them.
 
-A result may be added to in place if the graph allocated its memory, its elements do not overlap, and no other result
-lies there. Two results may be parts of one bucket, but not a value and its view.
+A caller may, for example, add the next micro-batch's gradient to such a result in place. A result owns its memory under
+three conditions. The graph allocated the memory. The result's elements do not overlap. No other result lies in the same
+memory. Different parts of one bucket count as different memory; a value and its view do not.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from autoshard.graphs.aliases import aliased_operands
 
 _SPLIT = torch.ops.aten.split_with_sizes.default
 _Part = tuple[fx.Node, int] | None
-"""A split and the index of its result, or None for all of a value's memory."""
+"""A call of `split_with_sizes` and the index of one of its results. None stands for the whole memory of a value."""
 
 
 def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
-    """Whether each result of a graph may be written over.
+    """Return a bool for each result of `graph`: whether the caller may overwrite the result.
 
     Example:
         >>> graph = fx.Graph()
@@ -46,7 +47,11 @@ def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
 
 
 def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, Any], _Part]]:
-    """The calls and inputs in whose memory a value may lie, with the result index and the part."""
+    """Return the places in memory where `value` may lie.
+
+    A place is `((maker, index), part)`. `maker` is the call or placeholder whose memory it is. `index` is the index
+    among the results of `maker`, or None if `maker` has one result. `part` is a part of this memory.
+    """
     operands = aliased_operands(value)
     if value.target is operator.getitem:
         (maker,) = operands
@@ -59,14 +64,17 @@ def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, A
 
 
 def _lie_apart(parts: Iterable[_Part]) -> bool:
-    """Whether results in one memory are different parts of one split, or there is only one result."""
+    """Whether the results that lie in one memory do not overlap.
+
+    They do not overlap if there is only one result, or if all are different results of one split.
+    """
     parts = list(parts)
     splits = {part[0] if part is not None else None for part in parts}
     return len(parts) == 1 or (len(splits) == 1 and None not in splits and len(set(parts)) == len(parts))
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether the elements of a tensor lie apart in memory: an expanded one's do not."""
+    """Whether `value` is a tensor whose elements all have different addresses. An expanded tensor is not dense."""
     if not isinstance(value, torch.Tensor):
         return False
     span = 0

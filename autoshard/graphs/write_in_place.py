@@ -1,8 +1,9 @@
-"""Results that overwrite inputs: an update writes over the parameter and the state that it updates.
+"""Turns functional updates into updates in place, so that new parameters and state overwrite the old ones.
 
-Before: the graph returns a new value `p' = f(p)`. After: the graph runs `p.copy_(f(p))` after the last use of `p`, and
-returns `p`. An optimizer's update `p', m' = update(p, g, m)` becomes `update_(p, g, m)`. A value that is read later,
-directly or through a view, is copied first.
+Before: the graph returns a new value `f(p)` for the input `p`. After: the graph runs `p.copy_(f(p))` after the last use
+of `p`, and returns `p`. An optimizer's call `update(p, g, m)`, which returns new `p` and `m`, becomes
+`update_(p, g, m)`. If a later call reads the old value, directly or through a view, the graph copies the old value
+first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from autoshard.graphs.lazy_module import lazy_module
 _aten = torch.ops.aten
 _UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
 _GRADIENT = 1
-"""Index of the gradient among the operands of an update. The update changes all operands around the gradient."""
+"""Index of the gradient among the operands of an update.
+
+An update in place overwrites the operand before the gradient, the parameter, and the state after the gradient.
+"""
 
 
 def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
@@ -29,13 +33,13 @@ def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> 
 
     Args:
         graph_module: a graph without in-place operators; its placeholders are not views of each other.
-        written: for the index of a result, the index of the placeholder that the result overwrites.
+        written: from the index of a result to the index of the placeholder that the result overwrites.
     """
     return lazy_module(graph_module, written_in_place(graph_module.graph, written))
 
 
 def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:
-    """Like `write_in_place`, for an fx graph."""
+    """Return the rewritten copy of `graph`, as `write_in_place` does for a graph module."""
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -72,7 +76,7 @@ class _Writing:
         self.graph.lint()
 
     def _keep_results(self) -> None:
-        """Copy results that may lie in an overwritten input, right after the results are made."""
+        """Clone each result that may be a view of an overwritten input, right after the result's own call."""
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         for index, result in enumerate(results):
@@ -88,7 +92,10 @@ class _Writing:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
-        """Let the update overwrite its operands. If an operand is read later, the update overwrites a copy of it."""
+        """Replace the functional update `node` by `twin`, which overwrites the parameter and the state.
+
+        If a later call reads one of these operands, `twin` overwrites a clone of the operand.
+        """
         selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
         operands = [index for index in range(max(1, count) + 1) if index != _GRADIENT]
@@ -111,7 +118,11 @@ class _Writing:
         self.graph.erase_node(node)
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether `reader` may overwrite a value, because nothing else reads its memory at that time or later."""
+        """Whether `reader` may overwrite `value`.
+
+        It may under three conditions. `reader` reads the memory of `value` once. All other readers come before
+        `reader`. The memory belongs to no input that the graph must keep.
+        """
         roots = roots_of(value)
         if any(root.op == "placeholder" and root not in self.overwritten for root in roots):
             return False
@@ -121,9 +132,9 @@ class _Writing:
         return reads_once and all(user is reader or self.order[user] < self.order[reader] for user in users)
 
     def _write(self, result: fx.Node, target: fx.Node) -> fx.Node:
-        """Write `result` into `target` after the last use of the old content of `target`.
+        """Add `target.copy_(result)` after the last use of the old content of `target`, and return `target`.
 
-        In-place updates of `result` count as uses too.
+        In-place updates of `result` count as uses too. If `result` is `target`, add nothing.
         """
         if result is target:
             return target
@@ -152,7 +163,10 @@ def _twin(name: str) -> torch._ops.OpOverload:
 
 
 def roots_of(value: fx.Node) -> set[fx.Node]:
-    """The values of which a value may be a view. A fresh value is its own root."""
+    """Return the nodes that own the memory of `value`: the values of which `value` may be a view of a view.
+
+    A value that is no view is its own root.
+    """
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
@@ -165,7 +179,7 @@ def roots_of(value: fx.Node) -> set[fx.Node]:
 
 
 def _aliases(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The values and all their views."""
+    """Return the given values, their views, and the views of these views, as the keys of a dict."""
     found = dict.fromkeys(roots)
     waiting = list(found)
     while waiting:

@@ -1,7 +1,8 @@
-"""Semantic operators and their kernels; this package knows no graphs, meshes or plans.
+"""Semantic operators and their kernels. The code knows no graphs, meshes or plans.
 
-Importing the package defines the semantic operators of the torch library "autoshard": attention, dropout, random
-numbers, cross-entropy, recurrent layers, experts and their backwards. Each has a plain PyTorch reference. The module
+A semantic operator stands for a whole computation, such as attention, so that a sharding rule and a kernel can treat it
+as one node. Importing the package defines these operators in the torch library "autoshard": attention, dropout, random
+numbers, cross-entropy, recurrent layers, experts and their backwards. Each has a reference in plain PyTorch. The module
 `autoshard.kernels.registry`, which imports triton, has the Triton kernels and a table of the operators that they
 replace.
 """

@@ -1,4 +1,4 @@
-"""`autoshard::attention` and its backward: softmax(scale q k^T + mask) v, one operator on every device.
+"""`autoshard::attention` and its backward: softmax(scale q k^T + mask) v, as one operator for every device.
 
 Vaswani et al., "Attention is all you need" (2017), section 3.2.1. The backward from the log-sum-exp follows
 Dao et al., "FlashAttention" (2022), appendix B.4. Grouped heads follow Ainslie et al., "GQA" (2023).
@@ -12,11 +12,11 @@ Shapes: B batch, H query heads, G key heads (H = G g), S queries, T keys, D head
     dv = w^T dout,  dw = dout v^T,  delta = sum_e dout out = sum_t w dw
     ds = w dw - p delta,  dq = scale ds k,  dk = scale ds^T q
 
-Causal attention: the query of global row i attends to the keys of global columns j <= i. `offset` and `global_shape`
-place the shard's probability matrix in the global one.
+In causal attention the query of global row i attends to the keys of global columns j <= i. `offset` and `global_shape`
+say where a rank's shard of the matrix of scores lies in the whole matrix.
 
-Results have the memory layout of torch's fused kernels: `out` has q's, and gradients have row-major [B, S, H, D]. So
-the operators after attention and in its backward are views, as in eager mode.
+Results have the memory layout that torch's fused kernels give them. `out` has the layout of q, and gradients are
+row-major [B, S, H, D]. So the reshapes and transposes around attention are views, as in eager mode.
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ def attention_reference(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of grouped heads, with sums in float32 (float64 for float64 inputs).
+    """Compute attention of grouped heads, with sums in float32 (float64 for float64 inputs).
 
     Args:
         q: [B, H, S, D].
         k: [B, G, T, D], with G a divisor of H.
         v: [B, G, T, E].
-        mask: broadcastable to [B, H, S, T]; bool (True = may attend) or float (added to the scores).
-        seed: int64 scalar tensor; needed when dropout_p > 0.
-        dropout_p: the probability of dropping a probability, in [0, 1].
-        is_causal: mask the columns beyond the row's global index; can be combined with `mask`.
+        mask: broadcastable to [B, H, S, T]. A bool mask is True where a query may attend. A float mask is added to the
+            scores.
+        seed: int64 scalar tensor. Needed if dropout_p > 0.
+        dropout_p: the probability that an attention weight is dropped, in [0, 1].
+        is_causal: whether to mask the columns beyond the row's global index, besides `mask`.
         scale: factor on the scores, usually 1 / sqrt(D).
         site: the number of this random operator in the program.
-        offset: global index of the first element of [B, H, S, T].
-        global_shape: the whole [B, H, S, T].
+        offset: index of the first local score [B, H, S, T] in the global scores.
+        global_shape: the shape [B, H, S, T] of the global scores.
 
     Returns:
         out [B, H, S, E] in q's dtype, and lse [B, H, S] in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, or dropout without a seed.
+        ValueError: shapes do not fit each other, or dropout has no seed.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
@@ -94,7 +95,7 @@ def attention_backward_reference(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in their shapes and dtypes; grad_out is [B, H, S, E]."""
+    """Return the gradients of q, k and v, with their shapes and dtypes. grad_out is [B, H, S, E]."""
     scores = _scores(q, k, mask, is_causal, scale, offset)
     dtype = scores.dtype
     probabilities = _probabilities(scores, lse)  # p
@@ -126,10 +127,10 @@ def attention_composite(
     global_shape: Sequence[int],
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor]:
-    """Attention made of small differentiable operators, for a mask that requires grad (arguments as above).
+    """Compute `attention_reference` with operators that torch can differentiate, and return `out` in a tuple.
 
-    Dropout is done by `drop`, or by the differentiable `autoshard::dropout` at the same global index. Both
-    `autoshard::dropout` and `autoshard::attention` then drop the same elements.
+    It serves second derivatives, and masks that require a gradient. Dropout is done by `drop` if given. Otherwise
+    `autoshard::dropout` drops the same elements that `autoshard::attention` would drop.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
@@ -157,7 +158,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropou
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]) -> Tensor:
-    """[B, H, S, T] scores in the accumulation dtype, -inf where masked."""
+    """Return the scores [B, H, S, T] in the accumulation dtype, -inf where masked."""
     dtype = accumulation_dtype(q.dtype)
     scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
     if is_causal:
@@ -172,7 +173,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); 0 in a row that is masked throughout (lse = -inf)."""
+    """Return exp(scores - lse). A row that is masked throughout (lse = -inf) becomes 0."""
     lse = lse.to(scores.dtype)
     return torch.exp(scores - torch.where(lse == -_INFINITY, _INFINITY, lse).unsqueeze(-1))
 
@@ -185,21 +186,21 @@ def _keep(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> Tensor:
-    """[B, H, S, T]: 1 / (1 - dropout_p) for kept probabilities, else 0."""
+    """Return the factors of dropout [B, H, S, T]: 1 / (1 - dropout_p) for kept probabilities, else 0."""
     assert seed is not None
     keep = keep_mask(scores.shape, offset, global_shape, seed, site, dropout_p)
     return keep.to(scores.dtype) * keep_scale(dropout_p)
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """[B, H, S, X] to [B, G, g S, X]: heads that share a key head become rows of one matrix."""
+    """Reshape [B, H, S, X] to [B, G, g S, X]. Query heads that share a key head become rows of one matrix."""
     b, h, s, width = x.shape
     groups = k.shape[1]
     return x.reshape(b, groups, h // groups * s, width)
 
 
 def _merge(x: Tensor, q: Tensor) -> Tensor:
-    """[B, G, g S, X] back to [B, H, S, X]."""
+    """Reshape [B, G, g S, X] back to [B, H, S, X]."""
     return x.reshape(*q.shape[:3], x.shape[-1])
 
 
@@ -216,7 +217,7 @@ def fake_attention(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Empty results of the right shapes and dtypes."""
+    """Return empty results of attention with the right shapes, dtypes and layouts."""
     check_attention(q, k, v, seed, dropout_p)
     return empty_results(q, v)
 
@@ -224,12 +225,12 @@ def fake_attention(
 def fake_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients of the right shapes and dtypes."""
+    """Return empty gradients of q, k and v with the right shapes, dtypes and layouts."""
     return empty_by_rows(q), empty_by_rows(k), empty_by_rows(v)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out [B, H, S, E] and lse [B, H, S], with the strides of torch's kernel for the device."""
+    """Return empty tensors out [B, H, S, E] and lse [B, H, S], with the strides of torch's kernel for the device."""
     out = torch.empty_like(q) if q.shape[3] == v.shape[3] else empty_by_rows(q, v.shape[3])
     batch, heads, rows, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -239,14 +240,20 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_by_rows(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for [B, H, S, size] in the layout [B, S, H, size]. By default, size and dtype are those of x."""
+    """Return an empty tensor [B, H, S, size] whose memory is row-major [B, S, H, size].
+
+    By default, size and dtype are those of `x`.
+    """
     batch, heads, rows, width = x.shape
     shape = (batch, rows, heads, width if size is None else size)
     return x.new_empty(shape, dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def lying_as(like: Tensor, x: Tensor) -> Tensor:
-    """A dense tensor with its dims in the order of another tensor's; a copy only if its order differs."""
+    """Return `x` with its dims in the order in which the dims of `like` lie in memory.
+
+    The result is a copy only if `x` lies in another order.
+    """
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
     ordered = x.permute(order)
     if ordered.is_contiguous():
@@ -255,14 +262,14 @@ def lying_as(like: Tensor, x: Tensor) -> Tensor:
 
 
 def claimed(q: Tensor, out: Tensor) -> Tensor:
-    """A kernel's row-major result in the layout of `empty_results`: a copy if `q` has another layout."""
+    """Return a kernel's row-major result `out` in the layout of `empty_results`. Copy it if `q` has another layout."""
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
     return out if is_by_rows or q.shape != out.shape else lying_as(torch.empty_like(q), out)
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """[B, H, S, D] in the layout [B, S, H, D]; a copy only if its layout differs."""
+    """Return `x` [B, H, S, D] with row-major memory [B, S, H, D]. The result is a copy only if its layout differs."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 

@@ -1,8 +1,8 @@
-"""A matrix product that adds a bias: `autoshard::biased_product`, out = a b + bias.
+"""`autoshard::biased_product`: a matrix product that adds a bias, out = a b + bias.
 
-It has no kernel of ours. `torch.addmm` passes the bias to the library's product (cuBLASLt's epilogue), which adds it in
-float32 before it rounds and stores. The product stays the library's own. The operator saves the launch of the addition,
-and one result that would be written and read.
+It needs no kernel of autoshard. `torch.addmm` passes the bias to cuBLASLt, whose epilogue adds the bias in float32
+before it rounds and stores the product. This saves the launch of an addition, and one write and one read of the
+product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 def why_not_biased_product(a: Tensor, b: Tensor, bias: Tensor) -> str | None:
-    """The reason that the library cannot take these operands, or None."""
+    """Return the reason that `biased_product` does not take these operands, or None."""
     if a.dim() != 2 or b.dim() != 2 or tuple(bias.shape) != (b.shape[1],):
         shapes = f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(bias.shape)}"
         return f"the library takes a [M, K], b [K, N] and bias [N]; found {shapes}."

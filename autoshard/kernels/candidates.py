@@ -1,8 +1,8 @@
-"""Launch configurations that a kernel may have: the heuristic's block sizes and warps, and their neighbours.
+"""Launch configurations that tuning tries for a kernel: the default block sizes and warps, and their neighbours.
 
-A neighbour is one step away, a factor of two, in one block size or in the warps. It may also differ in a block size
-and the warps alike, so that each thread keeps its work. Block sizes that are not in `TUNABLE` cover a whole row or
-head, or determine the operands' layout.
+The kernel's launcher computes the default from the operands' shapes. A neighbour has one block size, or the number of
+warps, doubled or halved. It may also have both doubled or both halved, so that each thread keeps its work. Block sizes
+that are not in `TUNABLE` cover a whole row or head, or determine the operands' layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Choice:
     """A launch configuration of a kernel.
 
     Args:
-        blocks: the `constexpr` arguments that may vary, with their values.
+        blocks: names and values of the `constexpr` arguments that tuning may change.
         num_warps: the warps of a program.
     """
 
@@ -60,18 +60,27 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """The heuristic's choice, and the `constexpr` arguments that do not vary."""
+    """Split a kernel's default constants into a launch configuration and the constants that tuning keeps.
+
+    Args:
+        constants: all `constexpr` arguments by name.
+        tunable: names of the constants that tuning may change.
+        num_warps: the default number of warps.
+
+    Returns:
+        The default configuration, and the other `constexpr` arguments by name.
+    """
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
     return Choice(tuple(blocks.items()), num_warps), fixed
 
 
 def neighbours(choice: Choice, fixed: Mapping[str, object]) -> tuple[Choice, ...]:
-    """The candidates that may replace a heuristic's choice; the choice itself is first.
+    """Return the configurations that tuning tries. The default `choice` is the first.
 
     Args:
-        choice: the heuristic's choice.
-        fixed: the kernel's other `constexpr` arguments; BLOCK_* among them are sides of its tile.
+        choice: the default configuration.
+        fixed: the `constexpr` arguments that tuning keeps. Names that start with BLOCK are side lengths of the tile.
     """
     around = (choice, *_steps(choice))
     sides = {name: value for name, value in fixed.items() if name.startswith("BLOCK") and isinstance(value, int)}
@@ -90,12 +99,18 @@ def _steps(choice: Choice) -> Iterator[Choice]:
 
 
 def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
-    """Elements of a tile per thread."""
+    """Return the number of elements of a tile for each thread."""
     return math.prod(size for _, size in choice.blocks) * math.prod(sides.values()) / (32 * choice.num_warps)
 
 
 def _is_sensible(choice: Choice, sides: Mapping[str, int], least: float) -> bool:
-    """Whether a candidate keeps within the limits of this file; tiny rows have fewer elements than threads anyway."""
+    """Whether a configuration keeps within the limits of warps and of elements per thread.
+
+    Args:
+        choice: the configuration.
+        sides: the fixed side lengths of the tile.
+        least: the lower limit of elements per thread. For tiny rows it is below `_MIN_PER_THREAD`.
+    """
     if not 1 <= choice.num_warps <= _MAX_WARPS or any(size < 1 for _, size in choice.blocks):
         return False
     return least <= _per_thread(choice, sides) <= _MAX_PER_THREAD

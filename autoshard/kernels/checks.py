@@ -1,8 +1,8 @@
-"""`autoshard::checked`: a value, returned after a check of another value has passed.
+"""`autoshard::checked`: return a copy of a value, after a check of another value has passed.
 
 A model may assert values (`torch._assert_async`), and torch's linear algebra may fail (`torch.linalg.cholesky` of a
-matrix that is not positive definite). Both raise an error on one device. A program has no calls without a result, so a
-check is attached to a value that the program returns.
+matrix that is not positive definite). On one device, both raise an error. A program has no calls without a result, so
+it computes the check within the copy of a value that the program returns.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ aten = torch.ops.aten
 
 
 def _checked(x: Tensor, status: Tensor, message: str, is_matrix: bool | None = None) -> Tensor:
-    """A copy of `x`, after the check.
+    """Check `status`, and return a copy of `x`.
 
     Args:
         x: any value.
-        status: an assertion's condition; or the `info` of a factorisation, of any shape, which must be zero.
-        message: the assertion's message, or the factorisation's function name.
-        is_matrix: whether a factorisation was of a single matrix; None for an assertion.
+        status: an assertion's condition, or the `info` tensor of a factorisation, which must be zero.
+        message: the assertion's message, or the name of the factorisation's function.
+        is_matrix: None for an assertion. For a factorisation, whether it was of a single matrix.
 
     Raises:
         RuntimeError: the assertion failed.

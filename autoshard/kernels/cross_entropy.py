@@ -1,4 +1,4 @@
-"""`autoshard::cross_entropy` and its backward: the loss of each row, without storing probabilities.
+"""`autoshard::cross_entropy` and its backward: the loss of each row of logits, without storing probabilities.
 
 With x = logits[n], t = target[n], e = label_smoothing, C classes (Szegedy et al., "Rethinking the Inception
 architecture", CVPR 2016, section 7, for the smoothing):
@@ -7,7 +7,7 @@ architecture", CVPR 2016, section 7, for the smoothing):
     loss = lse - (1 - e) x_t - (e / C) sum_c x_c                      (0 where t = ignore_index)
     dx_c = grad_loss (exp(x_c - lse) - (1 - e) [c = t] - e / C)       (0 where t = ignore_index)
 
-The caller reduces over rows, and applies class weights.
+The caller sums or averages over rows, and applies class weights.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ BACKWARD_ARGUMENTS = (
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each row.
+    """Return loss and log-sum-exp of each row.
 
     Args:
         logits: [N, C], any float dtype.
         target: [N] int64, each in [0, C) or equal to ignore_index.
         ignore_index: the target of rows whose loss is 0.
-        label_smoothing: weight of the uniform distribution in the target's, in [0, 1].
+        label_smoothing: e, the weight of the uniform distribution in the target distribution, in [0, 1].
 
     Returns:
-        loss [N] and lse [N]: float32, or float64 when the logits are.
+        loss [N] and lse [N], in float32, or in float64 for float64 logits.
     """
     x = logits.to(accumulation_dtype(logits.dtype))  # [N, C]
     lse = torch.logsumexp(x, dim=1)  # [N]
@@ -50,7 +50,7 @@ def cross_entropy_reference(
 
 
 def cross_entropy_composite(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor]:
-    """The loss of each row, by operators with derivatives; arguments as for `cross_entropy_reference`."""
+    """Compute the loss of `cross_entropy_reference` with operators that torch can differentiate."""
     is_counted = (target != ignore_index).unsqueeze(1)  # ignored rows may contain infinities
     loss, _ = cross_entropy_reference(torch.where(is_counted, logits, 0.0), target, ignore_index, label_smoothing)
     return (loss,)
@@ -59,7 +59,10 @@ def cross_entropy_composite(logits: Tensor, target: Tensor, ignore_index: int, l
 def cross_entropy_backward_reference(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """The gradient of the logits, [N, C] in their dtype; grad_loss is [N], other arguments as for the forward."""
+    """Return the gradient of the logits, [N, C] in their dtype.
+
+    grad_loss is [N]. The other arguments are arguments and results of `cross_entropy_reference`.
+    """
     x = logits.to(lse.dtype)
     is_counted = target != ignore_index
     grad = torch.where(is_counted, grad_loss.to(lse.dtype), 0.0).unsqueeze(1)  # [N, 1]
@@ -73,12 +76,12 @@ def cross_entropy_backward_reference(
 
 
 def _safe(target: Tensor, is_counted: Tensor) -> Tensor:
-    """[N, 1] indices for gather; 0 for ignored rows."""
+    """Return targets as indices [N, 1] for `gather`, with 0 for ignored rows."""
     return torch.where(is_counted, target, 0).unsqueeze(1)
 
 
 def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Empty tensors for the results of the forward."""
+    """Return empty tensors loss [N] and lse [N]."""
     rows = (logits.shape[0],)
     dtype = accumulation_dtype(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
@@ -87,7 +90,7 @@ def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing
 def fake_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """An empty tensor for the result of the backward."""
+    """Return an empty gradient of the logits."""
     return logits.new_empty(logits.shape)
 
 

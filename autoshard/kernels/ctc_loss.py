@@ -1,9 +1,11 @@
 """`autoshard::ctc_loss` and its backward: the loss of each sequence by connectionist temporal classification.
 
 A sequence of T distributions over C symbols gives a target with some probability, summed over all alignments with
-blanks. The loss is its negative log (Graves et al., "Connectionist Temporal Classification", ICML 2006). The library
-torch computes it. Unlike torch's table, `log_alpha` here has a size that follows from the operands' shapes: it is as
-wide as for the longest possible target.
+blanks. The loss is the negative log of this probability (Graves et al., "Connectionist Temporal Classification", ICML
+2006). torch's operators compute it.
+
+The table `log_alpha` is as wide as for the longest possible target. So its size follows from the operands' shapes. In
+torch the size depends on the lengths of the targets.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ aten = torch.ops.aten
 def ctc_loss_reference(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sequence, infinite if no alignment gives the target, and the forward variables.
+    """Return the loss of each sequence, and the logs of the forward variables (alpha in the paper).
 
     Args:
         log_probs: [T, N, C], float32 or float64.
-        targets: [N, S] integers in [0, C), none of them blank; values beyond a target's length are ignored.
+        targets: [N, S] integers in [0, C), none of them blank. Values beyond a target's length are ignored.
         input_lengths: [N] integers, each at most T.
         target_lengths: [N] integers, each at most S.
         blank: the class of the blank.
 
     Returns:
-        loss [N] and log_alpha [N, T, 2 S + 1], in the dtype of log_probs; -inf beyond a sequence's lengths.
+        loss [N] and log_alpha [N, T, 2 S + 1], in the dtype of log_probs. The loss is infinite if no alignment gives
+        the target. log_alpha is -inf beyond a sequence's lengths.
     """
     loss, log_alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank)
     width = 2 * targets.shape[1] + 1
@@ -54,7 +57,11 @@ def ctc_loss_backward_reference(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of the log-probabilities, [T, N, C]; `zero_infinity` makes gradients of infinite losses zero."""
+    """Return the gradient of the log-probabilities, [T, N, C].
+
+    With `zero_infinity`, gradients of infinite losses are zero. The other arguments are arguments and results of
+    `ctc_loss_reference`.
+    """
     lengths = (input_lengths, target_lengths)
     return aten._ctc_loss_backward.Tensor(
         grad_loss, log_probs, targets, *lengths, loss, log_alpha, blank, zero_infinity

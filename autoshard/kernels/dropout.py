@@ -1,7 +1,7 @@
-"""`autoshard::dropout`: dropout whose mask depends on the global index, so that it is equal on every mesh.
+"""`autoshard::dropout`: dropout whose mask depends on an element's global index, so that every mesh drops the same.
 
 Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (JMLR 2014), with the
-mask from Philox (`philox.py`). Nothing is saved for the backward, which draws the same mask.
+mask from Philox (`philox.py`). The backward draws the same mask again, so no mask is saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dropout_reference(
     """Zero each element with probability p, and scale the other elements by 1 / (1 - p).
 
     Args:
-        x: any shape, any float dtype; a shard of a global array.
+        x: a shard of a global array, of any shape and float dtype.
         seed: int64 scalar tensor.
         p: the probability of dropping an element, in [0, 1].
         site: the number of this random operator in the program.

@@ -1,8 +1,9 @@
-"""Operators that exchange rows between ranks while they run; the number of rows per rank may only then be known.
+"""Operators that exchange rows between ranks while they run. The number of rows may depend on the operands' values.
 
-Such an operator is written as *steps*: a generator that yields each `Exchange` and receives the arrived rows. With a
-process per rank, an all-to-all answers it (`run_steps`). The simulator answers all ranks of a group together
-(`run_together`). Operands and results have static shapes; the exchanged rows need not.
+Such an operator is written as *steps*: a generator that yields an `Exchange` for each communication and receives the
+arrived rows. With one process per rank, `run_steps` runs an all-to-all for each exchange. The simulator runs the steps
+of all ranks of a group in one process (`run_together`). Operands and results have static shapes. The exchanged rows
+need not.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Rows for each rank of a group.
+    """One all-to-all of a rank with the ranks of its group.
 
     Args:
-        tensors: tensors of rows on dim 0, the rows for the first rank first.
-        sent: the number of rows of each tensor for each rank.
-        received: the number of rows from each rank.
-        is_awaited: wait for the answer; else the steps wait for it by `arrived`.
+        tensors: the tensors to send. Dim 0 has their rows, first the rows for the first rank.
+        sent: for each rank, the number of rows of each tensor that it gets.
+        received: for each rank, the number of rows of each tensor that come from it.
+        is_awaited: whether the arrived tensors are complete. Otherwise the steps wait for them with `arrived`.
     """
 
     tensors: Sequence[Tensor]
@@ -39,22 +40,33 @@ class Exchange:
 
 
 Steps = Generator[Exchange, list[Tensor], Any]
-"""Yields exchanges, receives the arrived rows of each tensor (the first rank's first), and returns the results.
+"""A generator that yields exchanges and returns the operator's results.
 
-The steps own the received list, so a tensor that they remove from it is freed.
+Each exchange is answered with a list of the arrived rows of each tensor, first the rows from the first rank. The steps
+own this list, so a tensor that they remove from it is freed.
 """
 
 
 _STEPS: dict[OpOverload, Callable[..., Steps]] = {}
 
 EXCHANGING: Mapping[OpOverload, Callable[..., Steps]] = MappingProxyType(_STEPS)
-"""Operators that communicate inside, and their steps; a call's last argument is the group, which steps lack."""
+"""From an operator that communicates to the function that makes its steps.
+
+The operator's last argument is the name of the group. The function takes all other arguments.
+"""
 
 
 def define_exchanging(
     name: str, schema: str, steps_of: Callable[..., Steps], fake: Callable[..., object]
 ) -> OpOverload:
-    """Define an operator by its steps, as `define` does by a function; the last argument of `schema` is the group."""
+    """Define the operator `autoshard::name`, which runs the steps that `steps_of` makes, and return the operator.
+
+    Args:
+        name: the operator's name, without the namespace.
+        schema: arguments and returns. The last argument is the name of the process group.
+        steps_of: takes all arguments but the group, and returns one rank's steps.
+        fake: takes all arguments, and returns empty tensors of the right shapes.
+    """
 
     def run(*args: Any) -> Any:
         return run_steps(steps_of(*args[:-1]), args[-1])
@@ -70,7 +82,12 @@ def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def run_steps(steps: Steps, group: str) -> Any:
-    """The results of one rank's steps; exchanges use the process group with torch's name `group`."""
+    """Run one rank's steps with all-to-alls, and return their results.
+
+    Args:
+        steps: the steps of this process.
+        group: torch's name of the process group.
+    """
     try:
         exchange = next(steps)
         while True:
@@ -88,7 +105,7 @@ def _all_to_all(exchange: Exchange, group: str) -> list[Tensor]:
 
 
 def run_together(ranks: Sequence[Steps]) -> list[Any]:
-    """The results of the steps of all ranks of a group, in rank order, run in this process.
+    """Run the steps of all ranks of a group in this process, and return the results of each rank.
 
     Raises:
         ValueError: a rank expects other numbers of rows than it is sent.
@@ -110,7 +127,7 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """The rows that reach a rank, for each tensor."""
+    """Return the rows that reach `rank` for each exchanged tensor, first the rows from the first rank."""
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
         raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, but is sent {sent}.")

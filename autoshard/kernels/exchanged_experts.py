@@ -1,17 +1,17 @@
-"""`autoshard::exchanged_experts` and its backward: experts on several ranks, between which tokens are exchanged.
+"""`autoshard::exchanged_experts` and its backward: expert parallelism, in which ranks exchange tokens by all-to-alls.
 
 Lepikhin et al., "GShard" (2020), section 3.2, without capacities. Each rank of the group holds other tokens and other
-experts; the first experts are on the first rank. A rank sends each token to the ranks of its experts, once per expert,
-and receives the experts' results. Ranks first exchange the numbers of rows, so no row is dropped or padded. The host
-reads these numbers, because collectives need them there; on an accelerator it waits for them once per call.
+experts. The first experts are on the first rank. A rank sends each token to the ranks of its experts, once for each
+expert, and receives the experts' results. Ranks first exchange the numbers of rows, so no row is dropped or padded. The
+host needs these numbers to start the all-to-alls. So on an accelerator it waits for them once in each call.
 
 Operands and results are those of `autoshard::experts`, for a rank's own tokens and its own experts. `index` counts
-experts over the whole group, which has `experts` of them.
+experts over the whole group, and `experts` is their number in the whole group.
 
 `exchanged_experts_keeping` also returns values that the backward would otherwise receive and compute a second time.
-They are the arrived rows, [R, H], and u, [R, g I], the rows' products with `gate_up`. Both are sorted by expert. The
-numbers of sent and arrived rows, [2, ranks, experts of a rank], are returned on the host.
-`exchanged_experts_kept_backward` takes these values. R depends on the routers' choices; the fake value has the mean.
+They are the R rows that arrived [R, H], and u [R, g I], the rows' products with `gate_up`. Both are sorted by expert.
+The third value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory.
+`exchanged_experts_kept_backward` takes these values. R depends on the routers' choices. Fake tensors have the mean R.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from autoshard.kernels.experts import (
 )
 
 Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
-"""Steps that send tensors, and return them before they have arrived."""
+"""A generator of exchanges, as for `Steps`, that returns tensors in transit, for `arrived`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which rows this rank sends to the experts of other ranks, and which rows arrive here.
+    """The rows that this rank sends to the experts of all ranks, and the rows that it receives for its own experts.
 
-    An assignment is a pair of a token and one of its k experts; T tokens have T k assignments.
+    An assignment is a token and one of its k experts. T tokens have T k assignments, and each becomes one row.
 
     Args:
-        order: the assignments of the sent rows, by index among T k, sorted by expert.
-        sent, received: the number of rows to each rank, and from each.
-        arrived: the experts of arriving rows. Rows arrive sorted by sending rank, then by expert.
+        order: the numbers of this rank's assignments, sorted by expert. Rows are sent in this order.
+        sent, received: for each rank, the number of rows sent to it, and received from it.
+        arrived: the experts of the received rows. They arrive sorted by sending rank, then by expert.
     """
 
     order: Tensor
@@ -61,7 +61,12 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """Make a route. `order` sorts this rank's assignments by expert; `counts` is the result of `_counted`."""
+        """Return the route of this rank's rows.
+
+        Args:
+            order: the numbers of this rank's assignments, sorted by expert.
+            counts: the result of `_counted`.
+        """
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()
         ids = torch.arange(held, device=order.device).repeat(ranks)
@@ -69,23 +74,33 @@ class Route:
         return cls(order[: sum(sent)], sent, received, group_by_expert(ids, held))
 
     def there(self, *tensors: Tensor) -> Travelling:
-        """Send a row for each assignment to the rank of its expert; `take` returns the arrived rows."""
+        """Start to send a row of each assignment, in the order `order`, to the rank of its expert.
+
+        The generator returns tensors in transit. `take` returns their rows once they have arrived.
+        """
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
     def take(self, pending: list[Tensor]) -> Tensor:
-        """Wait for the first tensor in transit, remove it from the list, and return its rows sorted by expert."""
+        """Remove the first tensor from the list of tensors in transit, wait for it, and return its rows by expert."""
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
     def back(self, *tensors: Tensor) -> Travelling:
-        """Send rows, sorted by expert, back to the ranks of their tokens. They arrive there in the order `order`."""
+        """Start to send rows, sorted by expert, back to the ranks of their tokens.
+
+        The generator returns tensors in transit. Their rows arrive in the order `order` of the receiving rank.
+        """
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
         del tensors
         return (yield Exchange(rows, self.received, self.sent, is_awaited=False))
 
 
 def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
-    """Count rows from here to each rank's experts, and from each rank to the experts here: [2, ranks, held]."""
+    """Exchange the numbers of rows between ranks, and return them in the host's memory as [2, ranks, held].
+
+    Each rank holds `held` experts. The first entry [0, r, e] counts rows from this rank to expert e of rank r. The
+    second entry [1, r, e] counts rows from rank r to expert e of this rank.
+    """
     counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
     ones = [1] * counts.shape[0]
     (arriving,) = yield Exchange([counts], ones, ones)
@@ -97,7 +112,10 @@ def _forward(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     *constants: Any,
 ) -> Generator[Exchange, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
-    """The steps of the forward. They return the experts' results and, with `keeps`, also rows, u and counts."""
+    """Run the forward on one rank: yield its exchanges, and return a tuple of results.
+
+    It has the weighted sums [T, H] and, with `keeps`, also the values that `exchanged_experts_keeping` returns.
+    """
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
@@ -117,13 +135,13 @@ def _forward(
 
 
 def forward_steps(*arguments: Any) -> Steps:
-    """The steps of `exchanged_experts`, on one rank."""
+    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result."""
     (out,) = yield from _forward(False, *arguments)
     return out
 
 
 def keeping_steps(*arguments: Any) -> Steps:
-    """The steps of `exchanged_experts_keeping`."""
+    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results."""
     return (yield from _forward(True, *arguments))
 
 
@@ -131,7 +149,10 @@ def backward_steps(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_backward`. u is computed while the results' gradients are in transit."""
+    """Run `exchanged_experts_backward` on one rank: yield its exchanges, and return its gradients.
+
+    It computes u while the results' gradients are in transit.
+    """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
     route = Route.of(groups.order, (yield from _counted(groups, held.count)))
@@ -147,7 +168,10 @@ def kept_backward_steps(
     grad_out: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
     rows: Tensor, u: Tensor, counts: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_kept_backward`. The gate runs while the results' gradients are in transit."""
+    """Run `exchanged_experts_kept_backward` on one rank: yield its exchanges, and return its gradients.
+
+    It computes the gate while the results' gradients are in transit.
+    """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
     pending = yield from route.there(
@@ -159,16 +183,16 @@ def kept_backward_steps(
 def _gradients(
     held: ExpertWeights, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor
 ) -> Steps:
-    """The last steps of both backwards. They return the gradients of x, of the weights, and of the experts' matrices.
+    """Finish either backward: yield its last exchange, and return the gradients of x, weights and the matrices.
 
-    The matrices' gradients are computed while the gradients of rows travel back to their ranks.
+    The gradients of the matrices are computed while the gradients of rows travel back to their ranks.
 
     Args:
         held: the experts of this rank.
-        route: which rows were sent and received.
+        route: the rows that were sent and received.
         pending: tensors in transit to this rank: the gradient of each row's result, then each row's weight.
         rows, u: the rows that arrived in the forward, and their products with `gate_up`.
-        index: the numbers of the experts that this rank's tokens chose.
+        index: [T, k], the experts of this rank's tokens, for the shape.
     """
     groups = route.arrived
     hidden, backward = held.hidden(u)

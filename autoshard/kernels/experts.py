@@ -1,18 +1,20 @@
-"""`autoshard::experts` and its backward: each token through its chosen experts, and the weighted sum of the results.
+"""`autoshard::experts` and its backward: a mixture-of-experts layer without its router.
 
-Shazeer et al., "Outrageously large neural networks" (2017), equation 1, without the router. Tokens are sorted by
-expert, and each product is a grouped product, so no token is dropped or padded (Gale et al., "MegaBlocks", 2022).
-Shapes: T tokens, k experts per token, H hidden size, E experts, I intermediate size, g = 2 halves with a gate or 1
-without. For token t, j in 1 .. k and e = index[t, j]:
+Each token passes its chosen experts, and the operator returns the weighted sum of their results. It is equation 1 of
+Shazeer et al., "Outrageously large neural networks" (2017). Tokens are sorted by expert, and each matrix product is a
+grouped product, so no token is dropped or padded (Gale et al., "MegaBlocks", 2022).
+
+Shapes: T tokens, k experts for each token, H hidden size, E experts, I intermediate size. With a gate, the first
+product has g = 2 halves. Without a gate, g is 1. For token t, j in 1 .. k and e = index[t, j]:
 
     u = x_t A_e + a_e                    [g I]
     out_t = sum_j weights[t, j] gate(u) B_e
 
-An index outside 0 .. E - 1 stands for no expert and adds nothing. So a rank with some of the experts subtracts the
-number of its first expert from the index. Its result is an addend of the whole.
+An index outside 0 .. E - 1 stands for no expert, and adds nothing. So a rank that holds some of the experts subtracts
+the number of its first expert from the index. The sum of the ranks' results is the whole result.
 
 The backward computes u a second time, so only the operands are saved for it. If ranks exchange tokens,
-`exchanged_experts_keeping` saves the arrived rows and u as well.
+`exchanged_experts_keeping` also saves the rows that arrived and u.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ from autoshard.kernels.gates import Gate
 from autoshard.kernels.library import define, differentiate
 
 FIRST_MATRIX = 3
-"""Index of the first matrix among the operands of `experts`; tokens, their experts and router weights come first."""
+"""Index of the first matrix, `gate_up`, among the operands of `experts`. Tokens, indices and weights come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Rows sorted by expert: the rows of expert e are from ends[e - 1] to ends[e].
+    """R rows sorted by expert. The rows of expert e have the indices ends[e - 1] to ends[e] - 1 after sorting.
 
     Args:
-        order: for each sorted row, its index before sorting, [R].
-        ids: the expert of each sorted row, [R]; E for rows without an expert, which come last.
-        ends: int32 [E].
-        is_cut: whether rows without an expert are left out. If not, they get undefined results (`without_unknown`).
+        order: [R], the index of each sorted row before sorting.
+        ids: [R], the expert of each sorted row. Rows without an expert have the number E, and come last.
+        ends: int32 [E], the index after the last row of each expert.
+        is_cut: whether rows without an expert are left out. Otherwise their results are undefined until
+            `without_unknown` writes zeros.
     """
 
     order: Tensor
@@ -49,18 +52,18 @@ class ExpertGroups:
     is_cut: bool
 
     def without_unknown(self, values: Tensor) -> Tensor:
-        """Values of sorted rows, [R] or [R, N], with zeros written for rows without an expert."""
+        """Write zeros into `values` [R] or [R, N] for sorted rows without an expert, and return `values`."""
         if self.is_cut:
             return values
         is_unknown = self.ids == self.ends.shape[0]
         return values.masked_fill_(is_unknown if values.dim() == 1 else is_unknown.unsqueeze(1), 0)
 
     def of_each(self, vectors: Tensor) -> Tensor:
-        """The vector of each row's expert, from [E, N]: [R, N]."""
+        """Return the vector of each sorted row's expert [R, N], from the vectors of all experts [E, N]."""
         return vectors.index_select(0, self.ids if self.is_cut else self.ids.clamp(max=vectors.shape[0] - 1))
 
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Each row [R, M] times its expert's matrix [E, M, N]: [R, N]."""
+        """Multiply each sorted row of [R, M] by its expert's matrix of [E, M, N], and return the products [R, N]."""
         if _is_grouped(rows, matrices):
             return F.grouped_mm(rows, matrices, offs=self.ends)
         out = rows.new_empty((rows.shape[0], matrices.shape[2]))
@@ -69,7 +72,10 @@ class ExpertGroups:
         return out
 
     def gradients(self, left: Tensor, right: Tensor) -> Tensor:
-        """For each expert, the product of its rows, left [R, M] transposed times right [R, N]: [E, M, N]."""
+        """Return left^T right over the rows of each expert, [E, M, N]. The rows are left [R, M] and right [R, N].
+
+        With the operands of `products` and the gradient of its result, this is the gradient of the matrices.
+        """
         if _is_grouped(left, right):
             return F.grouped_mm(left.mT, right, offs=self.ends)
         out = left.new_zeros((self.ends.shape[0], left.shape[1], right.shape[1]))
@@ -78,7 +84,7 @@ class ExpertGroups:
         return out
 
     def sums(self, rows: Tensor) -> Tensor:
-        """The sum of each expert's rows [R, N]: [E, N]."""
+        """Return the sum of each expert's rows [E, N], from sorted rows [R, N]."""
         out = rows.new_zeros((self.ends.shape[0] + 1, rows.shape[1]))
         return out.index_add_(0, self.ids, rows).narrow(0, 0, self.ends.shape[0])
 
@@ -89,7 +95,7 @@ class ExpertGroups:
 
 
 def _is_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether torch's grouped product takes the operands: a supported dtype, and strides of whole 16 bytes."""
+    """Whether `grouped_mm` takes the operands: a supported dtype, at least one row, and strides of whole 16 bytes."""
     is_known = left.dtype in (torch.bfloat16, torch.float16, torch.float32) and left.dtype == right.dtype
     return is_known and left.shape[0] > 0 and all(map(_is_aligned, (left, right)))
 
@@ -101,9 +107,14 @@ def _is_aligned(operand: Tensor) -> bool:
 
 
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
-    """Sort rows by their experts [R]; a number outside 0 .. experts - 1 is no expert.
+    """Sort rows by expert.
 
-    The number of rows with an expert is only read on the CPU; on other devices, the host would wait for it.
+    On a CPU, rows without an expert are left out. On other devices they stay, because the host would wait for the
+    device to count them.
+
+    Args:
+        ids: [R], the expert of each row. A number outside 0 .. experts - 1 stands for no expert.
+        experts: the number of experts, E.
     """
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     ids, order = torch.sort(known, stable=True)
@@ -115,18 +126,21 @@ def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
 
 
 def _is_read_at_once(tensor: Tensor) -> bool:
-    """Whether the host can read a tensor without waiting for a device."""
+    """Whether the host can read `tensor` without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Experts' weights in the layout of a model, and the function between their products.
+    """The weights of experts in the layout of the model, and the activation or gate between the two products.
 
     Args:
-        gate_up: A, [E, g, I, H] or [E, I, g, H] (`interleaved`); [E, H, ...] if `transposed`.
-        gate_up_bias: a, [E, g, I] or [E, I, g], or None for zero.
+        gate_up: A, [E, g, I, H]. If `interleaved`, [E, I, g, H]. If `transposed`, H is the second dim.
+        gate_up_bias: a, [E, g, I], or [E, I, g] if `interleaved`. None stands for zero.
         down: B, [E, H, I], or [E, I, H] if `transposed`.
+        activation, alpha, limit: name and parameters of the function between the products, as for `Gate`.
+        transposed: whether the matrices stand as for `x @ matrix`, with the summed dim before the other dims.
+        interleaved: whether gate and up alternate, as for `Gate`.
     """
 
     gate_up: Tensor
@@ -144,29 +158,37 @@ class ExpertWeights:
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
-        """First products: u [R, g I] of rows x [R, H]. Rows without an expert have undefined values, here and later."""
+        """Return u [R, g I], the product of the sorted rows x [R, H] with A, plus the bias.
+
+        Rows without an expert get undefined values, here and in the later steps.
+        """
         u = groups.products(x, self._gate_up)
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
     def results(self, u: Tensor, groups: ExpertGroups) -> Tensor:
-        """The experts' results [R, H] before weighting, from the first products u."""
+        """Return the experts' results [R, H] before weighting, from u [R, g I]."""
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
-        """Results of each expert for each token x [T, H], not weighted: [E, T, H]; valid where is_chosen [E, T, 1]."""
+        """Return the result of every expert for every token, [E, T, H], before weighting.
+
+        Args:
+            x: the tokens [T, H].
+            is_chosen: bool [E, T, 1], whether the token chose the expert. Other results are finite but meaningless.
+        """
         u = torch.matmul(x, self._gate_up)  # [E, T, g I]
         u = u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1).unsqueeze(1)
         hidden, _ = self.hidden(torch.where(is_chosen, u, 0.0).flatten(0, 1))  # finite where it is not used
         return torch.matmul(hidden.unflatten(0, u.shape[:2]), self._down)
 
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: ExpertGroups) -> tuple[Any, ...]:
-        """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without a bias) and down.
+        """Return the gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without a bias) and down.
 
-        The first two are undefined for rows without an expert.
+        The gradients of x and weights are undefined for rows without an expert.
 
         Args:
-            grad: the gradient of the weighted results [R, H].
-            x, weights: the rows and their weights.
+            grad: the gradient of the weighted results, for sorted rows [R, H].
+            x, weights: the sorted rows [R, H] and their weights [R].
             groups: the experts of the rows.
         """
         hidden, backward = self.hidden(self.first_products(x, groups))
@@ -175,13 +197,20 @@ class ExpertWeights:
         return d_x, d_weights, *self.backward_of_matrices(grad, x, hidden, d_u, groups)
 
     def hidden(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The value between both products of rows, [R, I], and the function from its gradient to the gradient of u."""
+        """Return gate(u) [R, I], and a function from the gradient of gate(u) to the gradient of u."""
         return self._gate.with_backward(u)
 
     def backward_of_rows(
         self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: ExpertGroups
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x, weights, u and the results before weighting; other arguments are from `hidden`."""
+        """Return the gradients of x, weights, u and the results before weighting.
+
+        Args:
+            grad: the gradient of the weighted results, for sorted rows [R, H].
+            weights: the weights of the rows [R].
+            hidden, backward: the results of the method `hidden`.
+            groups: the experts of the rows.
+        """
         unweighed = groups.products(grad, self._down.mT)  # the gradient of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
         weights = weights.unsqueeze(1)
@@ -192,7 +221,15 @@ class ExpertWeights:
     def backward_of_matrices(
         self, grad: Tensor, x: Tensor, hidden: Tensor, d_u: Tensor, groups: ExpertGroups
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gradients of gate_up, gate_up_bias and down; `grad` and `d_u` are from `backward_of_rows`."""
+        """Return the gradients of gate_up, gate_up_bias (None without a bias) and down.
+
+        Args:
+            grad: the gradient of the results before weighting, from `backward_of_rows`.
+            x: the sorted rows [R, H].
+            hidden: gate(u) [R, I].
+            d_u: the gradient of u, from `backward_of_rows`.
+            groups: the experts of the rows.
+        """
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
         d_bias = None if self.gate_up_bias is None else groups.sums(d_u).view(self.gate_up_bias.shape)
@@ -200,12 +237,12 @@ class ExpertWeights:
 
     @property
     def _gate_up(self) -> Tensor:
-        """A, [E, H, g I]."""
+        """A as [E, H, g I]."""
         return self.gate_up.flatten(2) if self.transposed else self.gate_up.flatten(1, 2).mT
 
     @property
     def _down(self) -> Tensor:
-        """B, [E, I, H]."""
+        """B as [E, I, H]."""
         return self.down if self.transposed else self.down.mT
 
     @property
@@ -215,7 +252,15 @@ class ExpertWeights:
 
 
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """For each token the sum of its rows, [T, H]. Row r belongs to assignment order[r] of all T k assignments."""
+    """Return the sum of each token's rows, [T, H].
+
+    An assignment is a token and one of its k experts, with number t k + j.
+
+    Args:
+        rows: [R, H], the results of R assignments.
+        order: [R], the number of each row's assignment.
+        index: [T, k], for the shape.
+    """
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
     apart = (rows.new_empty if is_whole else rows.new_zeros)((tokens * chosen, rows.shape[1]))
@@ -224,7 +269,13 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """[T, k] with values [R] at the assignments `order`, and zero elsewhere."""
+    """Return a tensor [T, k] of zeros with values[r] at assignment number order[r].
+
+    Args:
+        values: [R], the values of R assignments.
+        order: [R], the number t k + j of each value's assignment.
+        index: [T, k], for the shape.
+    """
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
 
@@ -232,17 +283,17 @@ def experts_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of each token's results.
+    """Return the weighted sum of the results of each token's experts.
 
     Args:
-        x: [T, H].
-        index: int64 [T, k], each token's experts; outside 0 .. E - 1: none.
-        weights: [T, k].
-        gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: see `ExpertWeights`, `Gate`.
+        x: the tokens [T, H].
+        index: int64 [T, k], each token's experts. A number outside 0 .. E - 1 stands for no expert.
+        weights: [T, k], the router's weights.
+        gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: fields of `ExpertWeights`.
         experts: the number of experts that tokens choose from: E, or more if the rank holds only E of them.
 
     Returns:
-        out [T, H] in x's dtype. Products have x's dtype; sums over k have the dtype of a product with a weight.
+        out [T, H] in x's dtype. Matrix products have x's dtype. Sums over k have the promoted dtype of x and weights.
 
     Raises:
         ValueError: shapes do not fit.
@@ -259,7 +310,7 @@ def experts_composite(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """`experts_reference` in differentiable operators: each token goes through all experts."""
+    """Compute `experts_reference` with operators that torch can differentiate. Each token passes all experts."""
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
     share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]
@@ -270,7 +321,10 @@ def experts_backward_reference(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, weights, gate_up, gate_up_bias (None without one) and down, in their shapes and dtypes."""
+    """Return the gradients of x, weights, gate_up, gate_up_bias (None without a bias) and down.
+
+    They have the operands' shapes and dtypes. grad_out is [T, H].
+    """
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
     tokens = groups.order // index.shape[1]
@@ -298,7 +352,7 @@ def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
 
 
 def fake_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
-    """An empty result of the right shape and dtype."""
+    """Return an empty result of `experts` with the right shape and dtype."""
     check_experts(x, index, weights, gate_up, rest[1])
     return x.new_empty(x.shape)
 
@@ -307,7 +361,7 @@ def fake_experts_backward(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, *_: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Empty gradients of the right shapes and dtypes."""
+    """Return empty gradients of x, weights, gate_up, gate_up_bias and down with the right shapes and dtypes."""
     operands = (x, weights, gate_up, gate_up_bias, down)
     return tuple(None if operand is None else operand.new_empty(operand.shape) for operand in operands)
 

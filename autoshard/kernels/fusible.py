@@ -1,13 +1,14 @@
-"""Semantic operators in a form that a compiler can fuse: functions of operators that it knows.
+"""Replaces semantic operators by functions of ATen operators, so that a compiler such as Inductor can fuse them.
 
-| operator | its form |
+| operator | function |
 |---|---|
-| attention | torch's fused kernel for the device, and the operands' layout for it (`native_attention`) |
-| cross-entropy | its definition; the backward without a scatter, so that it is one pass over the logits |
-| dropout, random numbers | Philox in integers, drawn where they are used |
+| attention | calls of torch's fused kernel for the device, and of the copies that it needs (`native_attention`) |
+| cross-entropy | its definition. The backward has no scatter, so it is one pass over the logits |
+| dropout, random numbers | Philox in integer operators, drawn where the numbers are used |
 | squared norms | their definition |
 
-Attention with dropout, or with a mask that takes many blocks, stays a call, because each block would be code.
+Attention with dropout stays one call. Its function computes one block of queries after another, and the compiler would
+generate code for each block.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from autoshard.kernels.split_cross_entropy import (
 )
 
 _DROPOUT_P = {native_attention.native: 5, native_attention.native_backward: 8}
-"""The position of the dropout probability among attention's arguments."""
+"""From an attention operator to the position of the dropout probability among its arguments."""
 
 
 def fusible_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """The gradient of the logits; arguments and result as for `cross_entropy_backward_reference`."""
+    """Return the gradient of the logits. Arguments and result are those of `cross_entropy_backward_reference`."""
     x = logits.to(lse.dtype)
     is_counted = (target != ignore_index).unsqueeze(1)  # [N, 1]
     grad = grad_loss.to(lse.dtype).unsqueeze(1)
@@ -69,9 +70,9 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph whose semantic operators a compiler can trace through, where that helps.
+    """Return a copy of a graph with functions of ATen operators in place of semantic operators, where that helps.
 
-    Before → after: `autoshard.native_attention(...)` → the Python function that implements the operator.
+    Before → after: `autoshard.native_attention(...)` → a call of the Python function that implements the operator.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -84,6 +85,6 @@ def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_one_call(node: fx.Node) -> bool:
-    """Whether the function of an operator is a few calls, not many blocks."""
+    """Whether a node is no attention with dropout, which would be traced into a call for each block of queries."""
     place = _DROPOUT_P.get(node.target)  # type: ignore[arg-type]
     return place is None or bool(node.args[place] == 0.0)

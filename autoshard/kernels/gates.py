@@ -1,7 +1,8 @@
-"""Functions between the two products of an expert: an activation, or a gate that scales the other half.
+"""Functions between the two matrix products of an expert: an activation, or a gated activation.
 
-Shazeer, "GLU variants improve transformer" (2020): h = act(gate) up. `clamped_silu` is the gate of GPT-OSS (OpenAI,
-2025): with both halves clamped to a limit, h = (up + 1) gate sigmoid(alpha gate).
+A gated activation splits the first product u into two halves, gate and up. Usually h = act(gate) up (Shazeer, "GLU
+variants improve transformer", 2020). GPT-OSS (OpenAI, 2025) has `clamped_silu`. It clamps both halves to a limit, and
+h = (up + 1) gate sigmoid(alpha gate).
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation and its derivative; `backward(grad, x, out)` writes the gradient of x to `out`, or over `grad`."""
+    """An activation and its derivative.
+
+    Args:
+        forward: maps x to the activation.
+        backward: `backward(grad, x, out)` writes the gradient of x into `out` and returns it. `out` may be `grad`.
+    """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,12 +50,12 @@ NAMES = (*ACTIVATIONS, CLAMPED_SILU)
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The function from products [R, g I] to [R, I], with g = 2 halves, or g = 1 without a gate.
+    """The function from the first product u [R, g I] of an expert to the hidden value h [R, I].
 
     Args:
         name: one of `NAMES`.
-        halves: g.
-        interleaved: gate and up alternate; else all of the gate comes first.
+        halves: g, 2 for a gated activation and 1 for a plain activation.
+        interleaved: whether the elements of gate and up alternate in u. Otherwise the whole gate comes first.
         alpha, limit: parameters of `clamped_silu`.
     """
 
@@ -60,7 +66,7 @@ class Gate:
     limit: float = 0.0
 
     def forward(self, u: Tensor) -> Tensor:
-        """h [R, I] from u [R, g I]."""
+        """Return h [R, I] for u [R, g I]."""
         if self.halves == 1:
             return ACTIVATIONS[self.name].forward(u)
         gate, up = self._halves(u)
@@ -70,7 +76,7 @@ class Gate:
         return ACTIVATIONS[self.name].forward(gate).mul_(up)
 
     def with_backward(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """h from u, and the function from the gradient of h to the gradient of u."""
+        """Return h for u, and a function from the gradient of h to the gradient of u."""
         if self.halves == 1:
             activation = ACTIVATIONS[self.name]
             return activation.forward(u), lambda grad: activation.backward(grad, u, torch.empty_like(u))

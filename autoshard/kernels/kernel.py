@@ -1,4 +1,4 @@
-"""Descriptions of Triton kernels: the calls that they may replace, their conditions, and their specialisations."""
+"""Descriptions of kernels: the calls that a kernel may replace, its conditions, and examples of its compilation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SPECIMEN_COLUMNS = (200, 4096, 16384)
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
-    """One representative specialisation of a `@triton.jit` function.
+    """The argument types and constants for which a `@triton.jit` function is compiled once, as an example.
 
     Args:
         function: the `@triton.jit` function.
-        signature: the triton type of every argument in order, such as `{"x_ptr": "*bf16", "rows": "i32"}`;
-            "constexpr" for those in `constants`.
+        signature: from the name of every argument, in order, to its Triton type, such as `{"x_ptr": "*bf16", "rows":
+            "i32"}`. Arguments in `constants` have the type "constexpr".
         size: elements of a row.
-        constants: the values of the `constexpr` arguments (None for an absent pointer).
+        constants: the values of the `constexpr` arguments. An absent pointer is None.
         num_warps: warps per program.
     """
 
@@ -46,12 +46,12 @@ class Kernel:
     """A Triton implementation of one operator.
 
     Args:
-        operator: the operator that it may replace.
-        replacement: an operator with the same arguments and results, so that rewriting a node only changes its
-            target. Results may have wider dtypes: statistics are float32 where ATen's are half.
-        why_not: called with the operator's own arguments, real or fake. Returns the reason that the kernel does not
-            apply, one sentence, or None. It ignores the device, because plans for a GPU are made without one.
-        specimens: specialisations for tests and cost models.
+        operator: the operator that the kernel may replace.
+        replacement: an operator with the same arguments and results that runs the kernel. A pass only changes the
+            target of a node. Results may have wider dtypes: statistics are float32 where those of ATen have 16 bits.
+        why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason in
+            one sentence. It ignores the device, because plans for a GPU are made without one.
+        specimens: example compilations for tests and cost models.
     """
 
     operator: OpOverload
@@ -67,18 +67,21 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """One way to write the computation of a fused kernel as calls of other operators; also its reference.
+    """One way to write the computation of a fused kernel as calls of other operators.
 
-    The operator of the first result depends only on the result's dtype. So most calls are known not to match before
-    the form is written for their shape.
+    A pass searches a graph for these calls and replaces them by the kernel. Tests use the calls as the reference.
+
+    The operator that computes the first result depends on nothing but the result's dtype. So the search can discard
+    most calls before it traces `compose` for their shapes.
 
     Args:
-        compose: `compose(like, *variables)` returns the results, or the only one. `like` is a tensor with the first
-            result's shape, dtype and device; the variables are named as the kernel's arguments. None stands for a
-            result that this form lacks, which no operator may then read.
-        constants: computes the kernel's other arguments by name from `like`.
-        free: for variables of `compose` that the kernel does not take, by name: functions of its arguments.
-        dims: the number of dims of the first result; None for any number above 0.
+        compose: `compose(like, *variables)` returns a tuple of results, or the only result. `like` is a tensor with the
+            first result's shape, dtype and device. The variables have the names of the kernel's arguments. None stands
+            for a result that this form lacks. Then no call may read this result.
+        constants: maps `like` to the kernel's arguments that are not variables, by name.
+        free: from a variable of `compose` that the kernel does not take to a function that computes the variable from
+            the kernel's arguments by name.
+        dims: the number of dims of the first result, or None for any number above 0.
     """
 
     compose: Callable[..., Any]
@@ -87,33 +90,34 @@ class Form:
     dims: int | None = None
 
     def may_yield(self, like: Tensor) -> bool:
-        """Whether the first result can be like this: a float tensor with the right number of dims."""
+        """Whether `like` can be the first result: a float tensor with the right number of dims."""
         return like.is_floating_point() and like.dim() > 0 and self.dims in (None, like.dim())
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The names of `compose`'s arguments after `like`."""
+        """Names of the arguments of `compose` after `like`."""
         return tuple(signature(self.compose).parameters)[1:]
 
     def results(self, like: Tensor, variables: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The results of `compose`, as a tuple."""
+        """Call `compose` with variables by name, and return its results as a tuple."""
         results = self.compose(like, *(variables[name] for name in self.variables))
         return results if isinstance(results, tuple) else (results,)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """An implementation of several operators at once, in Triton except for `biased_product`.
+    """A kernel that computes several operators at once. All are Triton kernels except `biased_product`.
 
     Args:
-        operator: our operator that runs the kernel; functional and opaque.
-        why_not: called with its arguments, real or fake; returns the reason that it does not apply, or None.
-        forms: the calls that it may replace.
-        specimens: specialisations for tests and cost models.
-        allowed_readers: the only operators outside the kernel that may read a value which the kernel computes again. A
-            costly value pays off only if it is not computed elsewhere too. None: any operator may read it.
-        keeps_place: whether the call stays at the position of its first result, beside the communication that it
-            hides. Otherwise it moves as early as its operands allow.
+        operator: the operator of the library "autoshard" that runs the kernel. It is functional and opaque.
+        why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason.
+        forms: the groups of calls that the kernel may replace.
+        specimens: example compilations for tests and cost models.
+        allowed_readers: operators outside the kernel that may read the kernel's intermediate values. With another
+            reader, the value would be computed both outside and inside the kernel, so the kernel is not used. None
+            allows any reader.
+        keeps_place: whether the kernel's call stays at the position of its first result, beside the communication that
+            it hides. Otherwise the call moves as early as its operands allow.
     """
 
     operator: OpOverload
@@ -130,22 +134,23 @@ class FusedKernel:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the operator's arguments."""
+        """Names of the operator's arguments."""
         return tuple(argument.name for argument in self.operator._schema.arguments)
 
     @property
     def tensors(self) -> frozenset[str]:
-        """The names of the arguments that are tensors or optional tensors."""
+        """Names of the arguments that are tensors or optional tensors."""
         arguments = self.operator._schema.arguments
         return frozenset(item.name for item in arguments if str(item.type) in ("Tensor", "Optional[Tensor]"))
 
 
 def specimen(function: Any, types: str, tile: Tile, size: int, **constants: object) -> Specimen:
-    """A `Specimen` from the types of the run-time arguments in order, separated by spaces.
+    """Return a `Specimen` of a function that has BLOCK_R and BLOCK_C as its last arguments.
 
     Args:
-        function: the `@triton.jit` function; its last two arguments are BLOCK_R and BLOCK_C.
-        types: triton types, such as `"*bf16 i32"`; None is an absent pointer.
+        function: the `@triton.jit` function.
+        types: the Triton types of the arguments that are not `constexpr`, in order and separated by spaces, such as
+            `"*bf16 i32"`. The word None stands for an absent pointer.
         tile: the values of BLOCK_R and BLOCK_C, and the warps.
         size: elements of a row.
         constants: the values of the other `constexpr` arguments.
@@ -155,7 +160,10 @@ def specimen(function: Any, types: str, tile: Tile, size: int, **constants: obje
 
 
 def block_specimen(function: Any, types: str, size: int, num_warps: int, **constants: object) -> Specimen:
-    """A `Specimen` of a function with any block sizes among its constants; arguments as for `specimen`."""
+    """Return a `Specimen` of a function whose block sizes are among `constants`.
+
+    The other arguments are those of `specimen`.
+    """
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
     kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")

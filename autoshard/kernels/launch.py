@@ -1,4 +1,4 @@
-"""The launch of Triton kernels: tile sizes, views of rows, and errors for unsupported operands."""
+"""Launches Triton kernels, and helps with tile sizes, views of tensors as rows, and errors for unsupported operands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The block of a tensor that one Triton program computes (powers of two), and the program's number of warps."""
+    """The tile of rows and columns that one Triton program computes with `num_warps` warps. All are powers of two."""
 
     rows: int
     columns: int
@@ -32,35 +32,38 @@ class Tile:
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
-    """The tile for rows of `columns` elements. A program walks wider rows than `max_columns` block by block."""
+    """Return the tile for rows of `columns` elements.
+
+    The tile is at most `max_columns` wide. A program walks longer rows block by block.
+    """
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
 def cdiv(count: int, size: int) -> int:
-    """The number of blocks of `size` that cover `count`; `triton.cdiv` takes 5 us, and a launch needs several."""
+    """Return `count / size`, rounded up. `triton.cdiv` does the same, but takes 5 us, and a launch needs several."""
     return -(-count // size)
 
 
 def over_rows(rows: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """A grid of blocks of rows."""
+    """Return a function from block sizes to the launch grid: one program for each BLOCK_R rows."""
     return lambda blocks: (cdiv(rows, blocks["BLOCK_R"]),)
 
 
 def over_pieces(rows: int, columns: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """A grid of blocks of rows, and of blocks of columns."""
+    """Return a function from block sizes to the launch grid: one program for each tile of BLOCK_R by BLOCK_C."""
     return lambda blocks: (cdiv(rows, blocks["BLOCK_R"]), cdiv(columns, blocks["BLOCK_C"]))
 
 
 def as_rows(x: Tensor, columns: int) -> Tensor:
-    """`x` as [rows, columns] with adjacent columns; a copy only if there is no such view."""
+    """Return `x` as [rows, columns] with stride 1 along columns. The result is a copy only if no such view exists."""
     matrix = x.reshape(-1, columns)
     return matrix if columns == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def refuse_dtypes(**tensors: Tensor | None) -> str | None:
-    """The reason that a kernel does not support these tensors' dtypes, or None."""
+    """Return the reason that kernels do not support a tensor's dtype, or None if they support all of them."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             return f"{name} has dtype {tensor.dtype}; the kernel takes float32, bfloat16 and float16."
@@ -68,14 +71,14 @@ def refuse_dtypes(**tensors: Tensor | None) -> str | None:
 
 
 def refuse_columns(columns: int) -> str | None:
-    """The reason that a kernel of whole rows does not support rows of this length, or None."""
+    """Return the reason that a kernel that holds whole rows does not support rows of `columns` elements, or None."""
     if 1 <= columns <= MAX_COLUMNS:
         return None
     return f"a row has {columns} elements; the kernel holds whole rows of 1 to {MAX_COLUMNS}."
 
 
 def require(name: str, reason: str | None) -> None:
-    """Raise `KernelError` with the reason, if there is one."""
+    """Raise `KernelError` for the kernel `name` if there is a reason against it."""
     if reason is not None:
         raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 
@@ -91,18 +94,21 @@ def launch(
     changes: Sequence[Tensor] = (),
     **constants: object,
 ) -> None:
-    """Run a `@triton.jit` function on `device`; an empty grid runs nothing.
+    """Run a `@triton.jit` function on `device`. With an empty grid, run nothing.
+
+    While tuning is active, the tuner may replace the given block sizes and warps by faster ones.
 
     Args:
         kernel: the function.
-        grid: maps block sizes by name to the number of programs along each axis.
+        grid: maps block sizes by name to the number of programs along each axis of the grid.
         device: the device of the tensors.
         arguments: the arguments that are not `constexpr`, in order.
-        num_warps: the heuristic's number of warps.
-        tunable: the constants that tuning may change; default: the kernel's entry in `TUNABLE`.
-        follow: computes further constants from the tunable constants.
-        changes: the tensors that the kernel reads and writes.
-        constants: the `constexpr` arguments, including the heuristic's block sizes.
+        num_warps: the number of warps without tuning.
+        tunable: names of the `constexpr` arguments that tuning may change. The default is the kernel's entry in
+            `TUNABLE`.
+        follow: maps the tunable constants to further constants that depend on them.
+        changes: the tensors that the kernel both reads and writes.
+        constants: the `constexpr` arguments by name, with the block sizes without tuning.
 
     Raises:
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.
@@ -123,5 +129,5 @@ def launch(
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make the tensors' device the current device, on which Triton launches."""
+    """Return a context in which `device` is the current CUDA device, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,10 +1,12 @@
-"""The torch library "autoshard", and the definition of its operators.
+"""The torch library "autoshard", and functions that define its operators.
 
-An operator is a schema, an implementation in plain PyTorch that runs on every backend, and a shape function for fake
-tensors. It is opaque to tracing (`CompositeExplicitAutograd`) and functional, and no output aliases an input.
+An operator has a schema, an implementation in plain PyTorch that runs on every backend, and a function that makes empty
+results for fake tensors. An operator is opaque to tracing (`CompositeExplicitAutograd`) and functional. No result
+aliases an operand.
 
-Its derivative is another opaque operator, which has no derivative. A second derivative uses the *composite* of the
-operator: the same results by small operators, which torch can differentiate any number of times.
+The derivative of an operator is another opaque operator, which itself has no derivative. A second derivative uses the
+*composite* of the operator. The composite computes the same results with small operators, which torch can
+differentiate any number of times.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from autoshard.errors import NotAvailableError
 NAMESPACE = "autoshard"
 
 Composite = Callable[..., tuple[Tensor, ...]]
-"""Computes an operator's differentiable results, which are its first ones, by operators that torch differentiates."""
+"""A function that computes the differentiable results of an operator with operators that torch can differentiate.
+
+The differentiable results are the operator's first results.
+"""
 
 # Operators live as long as the library object that defines them.
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")
@@ -37,7 +42,7 @@ def define(
     Args:
         name: the operator's name, without the namespace.
         schema: arguments and returns, such as `"(Tensor x) -> Tensor"`.
-        implementation: plain PyTorch, on any device; outputs alias no input.
+        implementation: the function in plain PyTorch, for any device. Its results alias no operand.
         fake: takes the same arguments, and returns empty tensors of the right shape, dtype and device.
 
     Returns:
@@ -52,7 +57,7 @@ def define(
 
 
 def implementation_of(overload: torch._ops.OpOverload) -> Callable[..., object]:
-    """The plain PyTorch function of an operator of this library."""
+    """Return the plain PyTorch function with which an operator of this library was defined."""
     return _IMPLEMENTATIONS[overload]
 
 
@@ -62,9 +67,14 @@ def differentiate(
     backward: Callable[..., object],
     composite: Composite | None = None,
 ) -> None:
-    """Set the derivative of an operator: `setup_context` saves the tensors that `backward` needs.
+    """Set the derivative of an operator.
 
-    With `composite`, derivatives that are differentiated again (`create_graph=True`) are derivatives of the composite.
+    Args:
+        overload: the operator.
+        setup_context: saves the tensors that `backward` needs, as in `torch.library.register_autograd`.
+        backward: computes the gradients of the operands.
+        composite: if given, the backward with `create_graph=True` differentiates the composite, so that the gradients
+            can be differentiated again.
     """
     if composite is None:
         torch.library.register_autograd(overload, backward, setup_context=setup_context, lib=_LIBRARY)
@@ -86,13 +96,13 @@ def differentiate(
 def gradients_with_graph(
     ctx: Any, composite: Composite, operands: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of each operand, computed by small operators that are differentiable themselves.
+    """Return the gradient of each operand, as results of operators that torch can differentiate again.
 
     Args:
         ctx: the context of the forward's `torch.autograd.Function`.
-        composite: called with the operands.
+        composite: recomputes the forward's results from the operands.
         operands: the forward's arguments.
-        grads: the gradients of the forward's results; None stands for zero.
+        grads: the gradients of the forward's results. None stands for zero.
     """
     _ = ctx.saved_tensors  # raises if a saved tensor was changed in place since the forward
     needed = ctx.needs_input_grad
@@ -115,7 +125,14 @@ def gradients_with_graph(
 
 
 def refuse_derivative(overload: torch._ops.OpOverload, of: str) -> None:
-    """Let the derivative of an operator without a composite raise an error when a gradient reaches it."""
+    """Make an operator raise `NotAvailableError` when a gradient reaches it.
+
+    The operator is the backward of an operator without a composite, so its derivative would be a second derivative.
+
+    Args:
+        overload: the backward operator.
+        of: the name of the computation for the message, such as "Attention within packed sequences".
+    """
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
         raise NotAvailableError(
@@ -127,10 +144,10 @@ def refuse_derivative(overload: torch._ops.OpOverload, of: str) -> None:
 
 
 def composite_of(overload: torch._ops.OpOverload) -> Composite:
-    """The composite of a semantic operator of this library."""
+    """Return the composite of an operator of this library: the same results by differentiable operators."""
     return _COMPOSITES[overload]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are kept: float64 for float64, float32 for all narrower floats."""
+    """Return the dtype of sums over values of `dtype`: float64 for float64, and float32 for all narrower floats."""
     return torch.float64 if dtype == torch.float64 else torch.float32

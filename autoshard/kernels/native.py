@@ -1,8 +1,8 @@
-"""Native operators: they take the arguments of semantic operators and call torch's fused kernels.
+"""The table of native operators, which take the arguments of semantic operators and call torch's fused kernels.
 
-The implementation of a semantic operator is its definition in plain PyTorch, which is also the reference of tests. A
-program runs the native operator in its place (`passes.lowering.select_kernels`), except with `backend="reference"`,
-which runs the definition.
+A semantic operator computes its definition in plain PyTorch, which is also the reference of tests. In a lowered program
+the pass `passes.lowering.select_kernels` replaces a semantic operator by its native operator. With
+`backend="reference"`, the semantic operator stays.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""Attention on torch's fused kernels: `autoshard::attention` and its backward with memory linear in the sequence.
+"""`autoshard::native_attention` and its backward: attention on torch's fused kernels, in memory linear in the sequence.
 
-The kernel depends only on the device, the dtypes and the shapes:
+Arguments and results are those of `autoshard::attention`. The kernel depends on nothing but device, dtypes and shapes:
 
 | call | kernel |
 |---|---|
 | CPU | `aten._scaled_dot_product_flash_attention_for_cpu` |
-| CUDA, 16 bits, no mask, not causal unless square | `aten._scaled_dot_product_flash_attention` |
+| CUDA, 16 bits, no mask; if causal, as many queries as keys | `aten._scaled_dot_product_flash_attention` |
 | the same, where torch prefers cuDNN (`_prefers_cudnn`) | `aten._scaled_dot_product_cudnn_attention` |
 | CUDA, otherwise | `aten._scaled_dot_product_efficient_attention` |
 | dropout; head sizes that no kernel takes | the definition, a block of queries at a time |
 
-Three steps bring a call into a form that the kernels take:
+Three steps turn a call into calls that the kernels take:
 
-1. Queries of a causal call may begin `shift` rows below the keys (a shard of the sequence). Such a call becomes two
-   calls: all queries attend to the first `shift` keys, and causally to the others. Their log-sum-exps merge the
-   results. The backward of each call, given the merged result and log-sum-exp, is its share of the gradients (Dao et
-   al. 2022, appendix B.4).
-2. A mask becomes numbers to add, for a block of queries at a time; causality beside a mask is part of these numbers.
-3. Key heads that several query heads share are repeated if the kernel takes no shared heads, and their gradients are
-   summed.
+1. With a split sequence, the first local query of a causal call may be `shift` tokens after the first local key. Such
+   a call becomes two calls. In the first call, all queries attend to the first `shift` keys. The second call is causal
+   attention to the other keys. The log-sum-exps of both merge the results. Each call's backward takes the merged
+   result and log-sum-exp, and gives its share of the gradients (Dao et al. 2022, appendix B.4).
+2. A mask becomes a bias, which is added to the scores, for a block of queries at a time. In causal attention, the bias
+   has -inf for later keys.
+3. Key heads that several query heads share are repeated, and their gradients are summed.
 
-A row that is masked throughout has log-sum-exp -inf and a result of zeros. Dropout is Philox at the global index, which
-no fused kernel of torch draws.
+A row that is masked throughout has log-sum-exp -inf and a result of zeros. Dropout draws Philox numbers at the global
+index of a score, which no fused kernel of torch does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from autoshard.kernels.library import accumulation_dtype, define
 aten = torch.ops.aten
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Scores, or numbers of a mask, per block of queries: 16 MiB of float32."""
+"""Most scores, or elements of a bias, in a block of queries: 16 MiB of float32."""
 _LARGEST_FLASH_HEAD = 256
 """Largest head size of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
 _LARGEST_CUDNN_HEAD, _FIRST_CUDNN = 128, 91500
@@ -61,7 +61,7 @@ _LARGEST_CUDNN_HEAD, _FIRST_CUDNN = 128, 91500
 HEAD_STEP = 8
 """Head sizes of the fused kernels for CUDA are multiples of this."""
 _ROW_STEP, _MASK_STEP = 32, 16
-"""Steps of the memory-efficient kernel: rows of log-sum-exp, and columns of masks."""
+"""Multiples that the memory-efficient kernel needs: of rows in a log-sum-exp, and of columns in a bias."""
 
 Result = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -72,8 +72,8 @@ class _LibraryKernel:
     """A fused kernel of torch.
 
     Args:
-        forward: `(q, k, v, bias, is_causal, scale)` to the result and log-sum-exp [B, H, S].
-        backward: `(grad_out, q, k, v, bias, out, lse, is_causal, scale)` to the gradients of q, k and v.
+        forward: takes `(q, k, v, bias, is_causal, scale)`, returns the result and the log-sum-exp [B, H, S].
+        backward: takes `(grad_out, q, k, v, bias, out, lse, is_causal, scale)`, returns the gradients of q, k and v.
     """
 
     forward: Callable[..., Result]
@@ -82,7 +82,14 @@ class _LibraryKernel:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """One call of a kernel: some queries on some keys, causal from the first of both, or not causal."""
+    """One call of a kernel: attention of some queries to some keys.
+
+    Args:
+        rows: positions of the queries.
+        keys: positions of the keys and values.
+        is_causal: whether query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`.
+        bias: numbers to add to the scores.
+    """
 
     rows: range
     keys: range
@@ -90,12 +97,12 @@ class _AttentionCall:
     bias: Tensor | None = None
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operands of the call."""
+        """Return the slices of q, k and v that the call reads."""
         return _cut(q, self.rows), _cut(k, self.keys), _cut(v, self.keys)
 
 
 def _cut(x: Tensor, places: range) -> Tensor:
-    """The slice of [B, H, S, ...] at consecutive positions of the sequence."""
+    """Return the slice of `x` [B, H, S, ...] at the positions `places` of the sequence."""
     return x if len(places) == x.shape[2] else x.narrow(2, places.start, len(places))
 
 
@@ -103,7 +110,7 @@ def native_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float, site: int, offset: Sequence[int], global_shape: Sequence[int],
 ) -> Result:  # fmt: skip
-    """Attention of grouped heads; arguments, results and errors as for `attention_reference`."""
+    """Compute attention of grouped heads. Arguments, results and errors are those of `attention_reference`."""
     check_attention(q, k, v, seed, dropout_p)
     found: list[Result] = []
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
@@ -137,7 +144,10 @@ def native_attention_backward(
     seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float, site: int, offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> Gradients:  # fmt: skip
-    """Gradients of q, k and v in their shapes and dtypes; arguments as for `attention_backward_reference`."""
+    """Return the gradients of q, k and v, with their shapes and dtypes.
+
+    The arguments are those of `attention_backward_reference`.
+    """
     sums = _GradientSums(q, k, v)
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
         for rows in _blocks(q, q.shape[0] * q.shape[1] * k.shape[2]):
@@ -166,7 +176,10 @@ def native_attention_backward(
 
 
 class _GradientSums:
-    """Sums of the gradients of parts; a part that covers everything is kept without a sum."""
+    """Adds up the gradients of the calls that one attention was cut into.
+
+    The gradients of a call that covers all queries and keys are kept as they are.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._like = (q, k, v)
@@ -174,7 +187,7 @@ class _GradientSums:
         self._sums: Gradients | None = None
 
     def add(self, part: _AttentionCall, gradients: Gradients) -> None:
-        """Add the gradients of a part."""
+        """Add the gradients of the call `part`, at its queries and keys."""
         q, k, _ = self._like
         if self._sums is None and (len(part.rows), len(part.keys)) == (q.shape[2], k.shape[2]):
             self._whole = gradients
@@ -185,7 +198,7 @@ class _GradientSums:
             _cut(total, place).add_(gradient)
 
     def gradients(self) -> Gradients:
-        """Return the sums, in the dtypes of q, k and v."""
+        """Return the summed gradients of q, k and v, in their dtypes."""
         found = self._whole or self._sums or self._zeros()
         dq, dk, dv = (total.to(item.dtype) for total, item in zip(found, self._like, strict=True))
         return dq, dk, dv
@@ -196,7 +209,7 @@ class _GradientSums:
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a fused kernel takes the dtypes and head sizes; on CUDA, none takes 64 bits."""
+    """Whether some fused kernel of torch takes these dtypes and head sizes. No CUDA kernel takes float64."""
     if q.device.type == "cpu":
         return q.shape[-1] == v.shape[-1]
     is_narrow = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -204,7 +217,7 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
-    """The kernel of a part, among those that take its dtypes."""
+    """Return the fused kernel that computes the call `part`, as in the module's table."""
     if q.device.type == "cpu":
         return _CPU
     is_square = not part.is_causal or len(part.rows) == len(part.keys)
@@ -235,7 +248,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _AttentionCall, scale: float
 def _parts(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
 ) -> Iterator[tuple[range, Sequence[_AttentionCall]]]:
-    """The queries in blocks, in order, with the parts of each; queries that attend to no key have no parts."""
+    """Yield blocks of queries in order, each with the calls that compute it.
+
+    Queries that attend to no key have no calls. The results of several calls are merged.
+    """
     shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
     if mask is not None:
         for rows in _blocks(q, mask.shape[0] * mask.shape[1] * len(keys)):
@@ -253,7 +269,14 @@ def _parts(
 
 
 def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
-    """The numbers to add to the scores of a block of queries; with `shift`, also for causality."""
+    """Return the bias of a block of queries, which is added to the scores.
+
+    Args:
+        mask: the whole mask, bool or float.
+        rows: the positions of the queries.
+        q, k: queries and keys, for shapes and dtype.
+        shift: for causal attention, how many tokens the first query is after the first key. None: not causal.
+    """
     block = _rows_of(mask, rows)
     if block.dtype == torch.bool:
         block = q.new_zeros(block.shape).masked_fill(block.logical_not(), -math.inf)
@@ -270,39 +293,39 @@ def _rows_of(mask: Tensor, rows: range) -> Tensor:
 
 
 def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
-    """The queries in blocks of at most `_BLOCK_ELEMENTS` elements, but at least one row."""
+    """Cut the queries into blocks of at most `_BLOCK_ELEMENTS` elements, but of at least one query."""
     count = q.shape[2]
     size = max(1, _BLOCK_ELEMENTS // max(1, elements_of_row))
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _moved(offset: Sequence[int], rows: range) -> list[int]:
-    """The offset of the probabilities of a block of queries."""
+    """Return the offset of attention for the queries `rows`, from the offset for all local queries."""
     return [offset[0], offset[1], offset[2] + rows.start, offset[3]]
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[B, G, T, D] to [B, H, T, D], row-major: repeat each key head for the query heads that share it."""
+    """Repeat each key head for the query heads that share it: [B, G, T, D] becomes [B, H, T, D], row-major."""
     if x.shape[1] == q.shape[1]:
         return x
     return x.transpose(1, 2).repeat_interleave(q.shape[1] // x.shape[1], 2).transpose(1, 2)
 
 
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:
-    """The reverse of `_repeated`, for gradients."""
+    """Sum the gradients of repeated key heads: [B, H, T, D] becomes the shape of `x`, [B, G, T, D]."""
     if gradient.shape[1] == x.shape[1]:
         return gradient
     return gradient.transpose(1, 2).unflatten(2, (x.shape[1], -1)).sum(3).transpose(1, 2)
 
 
 def _nothing(q: Tensor, v: Tensor) -> Result:
-    """The result of queries that attend to no key."""
+    """Return result and log-sum-exp of queries that attend to no key: zeros and -inf."""
     out, lse = empty_results(q, v)
     return out.zero_(), lse.fill_(-math.inf)
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Merge the results of attention over one or two parts of the keys."""
+    """Merge results and log-sum-exps of the same queries over one or two disjoint sets of keys."""
     (first, lse), *others = results
     out = first if not others else first.to(lse.dtype)
     for other, other_lse in others:
@@ -311,15 +334,16 @@ def _merge(results: Sequence[Result]) -> Result:
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Merge attention over other keys into attention of the same queries over some keys.
+    """Merge two results of attention of the same queries over disjoint sets of keys, and write the result into `out`.
 
     Args:
-        out: [B, H, S, E] in the accumulation dtype; becomes the result over all these keys.
-        lse: its log-sum-exp [B, H, S].
-        other, other_lse: result and log-sum-exp over the other keys; -inf for a row that attends to none of them.
+        out: result [B, H, S, E] over the first keys, in the accumulation dtype. Overwritten with the merged result.
+        lse: log-sum-exp [B, H, S] over the first keys.
+        other, other_lse: result and log-sum-exp over the second keys. The log-sum-exp of a query that attends to none
+            of these keys is -inf.
 
     Returns:
-        The log-sum-exp over all these keys.
+        The log-sum-exp over both sets of keys.
     """
     total = torch.logaddexp(lse, other_lse)
     finite = total.masked_fill(total == -math.inf, 0.0)
@@ -329,7 +353,7 @@ def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Te
 
 
 def _without_dead_rows(lse: Tensor) -> Tensor:
-    """A log-sum-exp that makes the probabilities of rows without a key 0 instead of NaN."""
+    """Replace -inf by inf, so that a kernel computes probabilities of 0 instead of NaN for rows without a key."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
@@ -372,8 +396,8 @@ def _cudnn_backward(
     scale: float,
 ) -> Gradients:  # fmt: skip
     state = q.new_empty((1,), dtype=torch.int64)  # the state of a generator that is not used
-    # Up to 2.13, torch caches plans by the layouts of q, k and v only (pytorch/pytorch#191576 adds the others). A plan
-    # made for another layout of the result or gradient would read wrong elements. So both get the forward's layout.
+    # Up to 2.13, torch caches cuDNN's plans by the layouts of q, k and v only (pytorch/pytorch#191576 adds the others).
+    # A plan made for another layout of `out` or `grad_out` would read wrong elements. So both get the layout of q.
     grad_out, out = lying_as(q, grad_out), lying_as(q, out)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -397,7 +421,7 @@ def _efficient_backward(
     state = q.new_empty((), dtype=torch.int64)
     lse = torch.nn.functional.pad(_without_dead_rows(lse), (0, -lse.shape[2] % _ROW_STEP), value=math.inf)
     wanted = [True, True, True, False]
-    # In 16 bits, the kernel assumes rows of the result as wide as all heads, whatever their stride is (`o_strideM`).
+    # In 16 bits, the kernel ignores the stride of rows in `out`, and assumes H times E elements (`o_strideM`).
     out = out if out.stride(2) == out.shape[1] * out.shape[3] else by_rows(out)
     return aten._scaled_dot_product_efficient_attention_backward(
         grad_out, q, k, v, _aligned(bias, q), out, lse, state, state, 0.0, wanted, is_causal, scale=scale
@@ -405,7 +429,7 @@ def _efficient_backward(
 
 
 def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """A bias [B, H, S, T] whose rows begin at multiples of `_MASK_STEP`, as the kernel requires."""
+    """Return the bias as [B, H, S, T]. Its rows begin at multiples of `_MASK_STEP` elements, as the kernel requires."""
     if bias is None:
         return None
     columns = bias.shape[-1]

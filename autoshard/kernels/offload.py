@@ -1,7 +1,7 @@
-"""`autoshard::to_host` and `autoshard::from_host`: they move a value to the memory of its device's host, and back.
+"""`autoshard::to_host` and `autoshard::from_host`: move a value from its device to the host's memory, and back.
 
-On an accelerator, the copies use pinned memory and are queued on the computing stream. Later operators wait for them,
-but the host does not. On a CPU, whose memory is the host's, each makes a copy.
+On an accelerator, the copies use pinned memory and are queued on the current stream. Later operators of this stream
+wait for them, but the host does not. On a CPU, each operator only makes a copy.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from autoshard.kernels.library import define
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """The value in the host's memory, with the strides of `x`."""
+    """Return a copy of `x` in the host's memory, with the strides of `x`."""
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _from_host(x: Tensor) -> Tensor:
-    """The value from `to_host`, moved back to the current accelerator if it came from one."""
+    """Return a copy of `x`, a result of `to_host`, on the current accelerator.
+
+    If `x` is not pinned, it did not come from an accelerator, and the copy is on the CPU.
+    """
     if not x.is_pinned():
         return x.clone()
     accelerator = torch.accelerator.current_accelerator()
@@ -37,4 +40,4 @@ to_host = define("to_host", "(Tensor x) -> Tensor", _to_host, _fake)
 from_host = define("from_host", "(Tensor x) -> Tensor", _from_host, _fake)
 
 TRANSFERS = (to_host, from_host)
-"""The operators that change the device of a value and not the value itself."""
+"""The operators that change a value's device but not its elements."""

@@ -1,16 +1,16 @@
-"""Updates of optimizers as operators: one call for each parameter, with all tensors that it reads and writes.
+"""Operators that update one parameter as an optimizer does: SGD, SGD with momentum, Adam and AMSGrad.
 
-Each runs the function of torch's own optimizer (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`). So a traced update has
-torch's arithmetic in torch's order, and uses torch's fused kernels if they take the tensors. Results are new tensors.
-`IN_PLACE` maps each operator to its twin that writes over its operands. `MANY` maps the twin to an operator that
-updates many parameters in a call.
+Each operator takes the parameter, its gradient and its state, and returns the new parameter and state. It runs the
+function of torch's own optimizer (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`). So a traced update has torch's
+arithmetic in torch's order, and uses torch's fused kernels if they take the tensors. `IN_PLACE` maps each operator to
+an operator that overwrites its operands. `MANY` maps the latter to an operator that updates many parameters in a call.
 
 Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers can change them without another trace:
 
     sgd:   lr, weight_decay, momentum, dampening, whether this is the first step (1 or 0)
-    adam:  lr, beta1, beta2, eps, weight_decay, steps taken before this one
+    adam:  lr, beta1, beta2, eps, weight_decay, number of earlier steps
 
-`scale`, a scalar or None, multiplies the gradient first, to clip it.
+`scale`, a scalar or None, multiplies the gradient before the update. It clips the gradient.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
 
 _SGD_ON_CPUS = (torch.float32, torch.float64)
-"""Dtypes of torch's fused SGD on CPUs. In narrower dtypes, torch 2.13's kernel updates only the last few elements,
-which do not fill a vector, and its momentum is wrong (pytorch#191763)."""
+"""Dtypes for which torch's fused SGD is used on CPUs. In narrower dtypes, the kernel of torch 2.13 is wrong: it updates
+only the last few elements, which do not fill a vector (pytorch#191763). Its momentum is wrong too."""
 
 _ADAM_ON_CPUS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Dtypes of torch's fused Adam on CPUs. It computes in float32 and rounds narrower dtypes once. The plain loop rounds
-after each of a dozen operators. Its bfloat16 is up to 4 units in the last place from the exact update."""
+"""Dtypes for which torch's fused Adam is used on CPUs. The fused kernel computes in float32 and rounds narrower dtypes
+once. The plain loop rounds after each of a dozen operators. In bfloat16, the plain loop is up to 4 units in the last
+place from the exact update."""
 
 _SCALED_AT_ONCE = 1 << 26
-"""Bytes of parameters whose gradients are scaled at once, if there are several."""
+"""Most bytes of parameters in a call with scaled gradients, unless the call has only one parameter."""
 
 
 def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, maximize: bool) -> None:
-    """Gradient descent: p -= lr (g + weight_decay p), in place.
+    """Update parameters in place by gradient descent: p -= lr (g + weight_decay p).
 
     Args:
-        params, grads: lists of equal length; a gradient has the shape and dtype of its parameter.
+        params, grads: lists of equal length. A gradient has the shape and dtype of its parameter.
         scale: scalar that multiplies gradients, or None.
-        hyper: `SGD_HYPER`, float64 [5].
-        maximize: ascend.
+        hyper: float64 [5], the values named in `SGD_HYPER`.
+        maximize: whether to ascend.
     """
     _run_sgd(params, grads, None, scale, hyper, nesterov=False, maximize=maximize)
 
@@ -66,7 +67,10 @@ def momentum_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Gradient descent with momentum, in place; the first step sets the buffers to the gradients. Arguments: `sgd_`."""
+    """Update parameters in place by gradient descent with momentum. The first step sets the buffers to the gradients.
+
+    `momentum_buffers` has a buffer for each parameter. The other arguments are those of `sgd_` and `torch.optim.SGD`.
+    """
     _run_sgd(params, grads, momentum_buffers, scale, hyper, nesterov=nesterov, maximize=maximize)
 
 
@@ -80,14 +84,14 @@ def adam_(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """Adam (Kingma, Ba 2015), or AdamW (Loshchilov, Hutter 2019) if `decoupled`, in place.
+    """Update parameters in place by Adam (Kingma, Ba 2015), or by AdamW (Loshchilov, Hutter 2019) if `decoupled`.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs: lists of equal length, with the shapes and dtypes of the parameters.
         scale: scalar that multiplies gradients, or None.
-        hyper: `ADAM_HYPER`, float64 [6].
-        decoupled: weight decay shrinks the parameter itself instead of changing the gradient.
-        maximize: ascend.
+        hyper: float64 [6], the values named in `ADAM_HYPER`.
+        decoupled: whether weight decay shrinks the parameter itself instead of changing the gradient.
+        maximize: whether to ascend.
     """
     _run_adam([params, grads, exp_avgs, exp_avg_sqs], scale, hyper, decoupled=decoupled, maximize=maximize)
 
@@ -103,7 +107,10 @@ def amsgrad_(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """AMSGrad (Reddi, Kale, Kumar 2018), in place; see `adam_`."""
+    """Update parameters in place by AMSGrad (Reddi, Kale, Kumar 2018). The arguments are those of `adam_`.
+
+    `max_exp_avg_sqs` has the largest second moment of each parameter so far.
+    """
     groups = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
     _run_adam(groups, scale, hyper, decoupled=decoupled, maximize=maximize)
 
@@ -159,9 +166,18 @@ def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
 def _calls(
     groups: Sequence[Tensors], scale: Tensor | None, on_cpus: Collection[torch.dtype], *, may_fuse: bool = True
 ) -> Iterator[tuple[bool, list[Tensors]]]:
-    """The calls that update parameters, fused or not, with the members of each group that a call takes.
+    """Split an update of many parameters into calls of torch's functions.
 
-    Gradients, the second group, are scaled and contiguous. Scaled gradients are copies, so a call takes only a few.
+    Scaled gradients are copies, so with `scale` a call takes at most `_SCALED_AT_ONCE` bytes of parameters.
+
+    Args:
+        groups: lists of equal length: parameters, gradients, then state.
+        scale: scalar that multiplies gradients, or None.
+        on_cpus: dtypes for which the fused kernel is used on CPUs.
+        may_fuse: whether fused kernels may be used at all.
+
+    Yields:
+        Whether the call is fused, and the lists for the call, with scaled and contiguous gradients.
     """
     members = list(zip(*groups, strict=True))
     fused = [may_fuse and _may_fuse(on_cpus, *member) for member in members]
@@ -173,7 +189,10 @@ def _calls(
 
 
 def _parts(members: Sequence[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Members in order, split into parts of at most `_SCALED_AT_ONCE` bytes of parameters."""
+    """Yield lists of members in order, each list with at most `_SCALED_AT_ONCE` bytes of parameters.
+
+    A member has a parameter, its gradient and its state. A larger parameter is alone in its list.
+    """
     part: list[tuple[Tensor, ...]] = []
     taken = 0
     for member in members:
@@ -191,9 +210,9 @@ def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *state: Tensor) -> bool:
-    """Whether torch's fused kernels take these tensors: contiguous ones, on CPUs and CUDA.
+    """Whether torch's fused kernel takes a parameter and its state: contiguous floats on a CPU or a CUDA device.
 
-    The gradient is made contiguous for them. `on_cpus` lists the kernel's dtypes on a CPU.
+    The gradient is made contiguous later. `on_cpus` lists the dtypes for which the kernel is used on CPUs.
     """
     if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in on_cpus):
         return False
@@ -201,7 +220,10 @@ def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *st
 
 
 def _out_of_place(in_place: Callable[..., None], written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """The function that returns the operands at `written` as `in_place` leaves them, in new tensors."""
+    """Return a function that computes the update `in_place` without changing its operands.
+
+    The function copies the operands at the indices `written`, updates the copies in place, and returns them.
+    """
 
     def run(*args: object) -> Tensor | tuple[Tensor, ...]:
         values = list(args)
@@ -220,7 +242,7 @@ def _copy(value: object) -> Tensor:
 
 
 def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """Empty results of an out-of-place update."""
+    """Return a function that makes empty results like the operands at the indices `written`, for fake tensors."""
 
     def fake(*args: object) -> Tensor | tuple[Tensor, ...]:
         operands = [args[index] for index in written]
@@ -232,7 +254,7 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _UpdateTwins:
-    """An update of one parameter, its in-place twin, and the twin that updates many in a call."""
+    """Three operators for one update: functional, in place, and in place for many parameters in one call."""
 
     functional: OpOverload
     in_place: OpOverload
@@ -240,7 +262,15 @@ class _UpdateTwins:
 
 
 def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
-    """Define an update and its twins, which write `param` and `state`; the gradient stands between these."""
+    """Define the three operators of an update.
+
+    Args:
+        name: the functional operator's name, such as "adam_update".
+        in_place: the function that updates lists of tensors, such as `adam_`.
+        state: names of the state tensors. The operators take the parameter, the gradient, then the state, and write
+            all but the gradient.
+        flags: names of the bool arguments.
+    """
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
     rest = ["Tensor? scale", "Tensor hyper", *(f"bool {flag}" for flag in flags)]
@@ -263,7 +293,7 @@ def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flag
 
 
 def sum_of_squares_reference(x: Tensor) -> Tensor:
-    """The squared Euclidean norm of all elements: a scalar, float32 for narrower floats."""
+    """Return the sum of the squares of all elements as a scalar, in float32, or in float64 for float64."""
     return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype)).square()
 
 
@@ -283,12 +313,15 @@ _UPDATES = (_SGD, _MOMENTUM, _ADAM, _AMSGRAD)
 sgd_update, momentum_update, adam_update, amsgrad_update = (update.functional for update in _UPDATES)
 
 IN_PLACE: Mapping[OpOverload, OpOverload] = MappingProxyType({item.functional: item.in_place for item in _UPDATES})
-"""Each update's twin, which writes over the operands that the update returns as new tensors: all but the gradient."""
+"""From a functional update to its operator in place, which overwrites the parameter and the state."""
 
 MANY: Mapping[OpOverload, OpOverload] = MappingProxyType({item.in_place: item.many for item in _UPDATES})
-"""Each twin's twin that updates many parameters: it takes a list in place of each tensor before `scale`."""
+"""From an update in place to the operator that updates many parameters in one call.
+
+The latter takes a list in place of each tensor before the argument `scale`.
+"""
 
 
 def tensors_of(many: Any) -> int:
-    """The number of lists that an operator on many parameters takes: parameters, gradients, and state."""
+    """Return how many lists of tensors an operator of `MANY` takes: parameters, gradients, and each state."""
     return next(index for index, item in enumerate(many._schema.arguments) if item.name == "scale")

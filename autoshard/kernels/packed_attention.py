@@ -1,10 +1,14 @@
 """`autoshard::packed_attention` and its backward: attention within sequences that are concatenated in one tensor.
 
-The definition is that of `attention.py`, for sequences of unequal length without padding. S and T are the queries and
-keys of all sequences. Sequence i has queries query_starts[i], ..., query_starts[i + 1] - 1, and keys likewise. The
-first start is 0, the last S or T. The last query of a sequence is aligned with its last key: of s queries and t keys,
-query i is at position i + t - s. A causal query attends to no later positions. With a window w > 0, a query attends to
-the last w positions, including its own.
+Each sequence computes attention as defined in `attention.py`. Sequences may have unequal lengths, without padding. S is
+the number of queries of all sequences, and T is the number of their keys.
+
+Sequence i has the queries query_starts[i] to query_starts[i + 1] - 1, and the keys key_starts[i] to
+key_starts[i + 1] - 1. The first start is 0, and the last start is S or T. The last query of a sequence has the position
+of its last key. So in a sequence of s queries and t keys, query i is at position i + t - s.
+
+A causal query attends to no later positions. With a window w > 0, a query attends to the last w positions, including
+its own.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ def packed_attention_reference(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention within each sequence, with sums in float32 (float64 for float64 inputs).
+    """Compute attention within each sequence, with sums in float32 (float64 for float64 inputs).
 
     Args:
         q: [S, H, D].
         k, v: [T, G, D], with G a divisor of H.
-        query_starts, key_starts: [sequences + 1] int32; see the module's docstring.
-        is_causal: queries attend to no later positions.
+        query_starts, key_starts: [sequences + 1] int32, as in the module's docstring.
+        is_causal: whether queries attend to no later positions.
         window: the number of positions that a query attends to; 0 for all.
         scale: factor on the scores, usually 1 / sqrt(D).
 
@@ -66,7 +70,7 @@ def packed_attention_backward_reference(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in their shapes and dtypes; grad_out is [S, H, D]."""
+    """Return the gradients of q, k and v, with their shapes and dtypes. grad_out is [S, H, D]."""
     grads = _fake_backward(grad_out, q, k, v)
     for rows, columns in _sequences(query_starts, key_starts):
         heads = (_heads_first(q[rows]), _heads_first(k[columns]), _heads_first(v[columns]))
@@ -79,24 +83,24 @@ def packed_attention_backward_reference(
 
 
 def _sequences(query_starts: Tensor, key_starts: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The rows and columns of each sequence."""
+    """Yield the slice of queries and the slice of keys of each sequence."""
     queries, keys = query_starts.tolist(), key_starts.tolist()
     for index in range(len(queries) - 1):
         yield slice(*queries[index : index + 2]), slice(*keys[index : index + 2])
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[S, H, D] as [1, H, S, D]."""
+    """Return a view of [S, H, D] as [1, H, S, D]."""
     return x.transpose(0, 1)[None]
 
 
 def _heads_second(x: Tensor) -> Tensor:
-    """[1, H, S, D] as [S, H, D]."""
+    """Return a view of [1, H, S, D] as [S, H, D]."""
     return x[0].transpose(0, 1)
 
 
 def _options(q: Tensor, k: Tensor, is_causal: bool, window: int, scale: float) -> tuple[Any, ...]:
-    """The arguments of `attention_reference` after its operands, for one sequence."""
+    """Return the arguments of `attention_reference` after q, k and v for one sequence, first the window's mask."""
     queries, keys = q.shape[2], k.shape[2]
     place = torch.arange(keys - queries, keys, device=q.device)[:, None]
     mask = place - torch.arange(keys, device=q.device) < window if window > 0 else None
@@ -151,7 +155,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor
 
 
 _CONSTANTS = "Tensor query_starts, Tensor key_starts, bool is_causal, SymInt window, float scale"
-"""The last arguments of both operators."""
+"""The last arguments in the schemas of both operators."""
 
 packed_attention = define(
     "packed_attention",

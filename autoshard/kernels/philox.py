@@ -1,14 +1,14 @@
-"""Philox 4x32-10: random numbers that depend on the element's global index, and not on the rank that draws them.
+"""Philox 4x32-10: random numbers that depend on an element's global index, and not on the rank that draws them.
 
-Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
-The generator is a keyed bijection of a 128 bit counter. Element `i` (linear, row-major) of the array drawn at
-`site` of a program takes the words of
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3. The generator maps a
+counter of 128 bits and a key to four words of 32 bits. A *site* is the number of a random operator in its program.
+Element number i (row-major) of the whole array drawn at a site takes the words
 
-    philox(counter = (i mod 2^32, i div 2^32, site, block), key = (seed mod 2^32, seed div 2^32)),
+    philox(counter = (i mod 2^32, i div 2^32, site, block), key = (seed mod 2^32, seed div 2^32)).
 
-so every shard of an array, on any mesh, draws the same numbers as the whole array. Dropout takes the first word of
-block 0. Other distributions take all four words, and those with rejection take more blocks. Arithmetic is int64 with 32
-bit masks, and therefore equal on every device; `kernels/triton_dropout.py` draws the same bits.
+So every shard of an array, on any mesh, draws the same numbers as the whole array. Dropout takes the first word of
+block 0. Other distributions take all four words. Distributions that reject numbers take more blocks. Arithmetic is
+int64 with 32 bit masks, and therefore equal on every device. `kernels/triton_dropout.py` draws the same bits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random words per counter.
+    """Return four random words for each counter.
 
     Args:
-        counter: four int64 tensors of 32 bit words, low word first; broadcast against each other.
+        counter: four int64 tensors of 32 bit words, low word first. They are broadcast against each other.
         key: two int64 tensors of 32 bit words, low word first.
 
     Returns:
@@ -50,13 +50,13 @@ def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 def random_words(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int
 ) -> Tensor:
-    """The 32 bit words of one shard of a global array.
+    """Return a random word of 32 bits for each element of one shard of a global array.
 
     Args:
         shape: the shard's shape.
         offset: the global index of the shard's first element, one entry per dim.
         global_shape: the shape of the whole array. Elements beyond it (padding) get meaningless words.
-        seed: int64 scalar tensor; its device is the result's.
+        seed: int64 scalar tensor. The result is on its device.
         site: the number of the random operator in the program, in [0, 2^32).
 
     Returns:
@@ -77,7 +77,10 @@ def random_words(
 def random_block(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int, block: int = 0
 ) -> Words:
-    """Four words in [0, 2^32) per element (arguments: `random_words`); different blocks are independent."""
+    """Return four random words in [0, 2^32) for each element of a shard, as four tensors.
+
+    Different blocks give independent words. The other arguments are those of `random_words`.
+    """
     index = _global_index(shape, offset, global_shape, seed.device)
     seed = seed.reshape(())
     zero = torch.zeros_like(seed)
@@ -94,12 +97,15 @@ def keep_mask(
     site: int,
     p: float,
 ) -> Tensor:
-    """The elements that dropout keeps, bool: True with probability 1 - p (arguments as `random_words`)."""
+    """Return a bool tensor that is True where dropout keeps an element, with probability 1 - p.
+
+    The other arguments are those of `random_words`.
+    """
     return random_words(shape, offset, global_shape, seed, site) >= drop_threshold(p)
 
 
 def drop_threshold(p: float) -> int:
-    """The integer below which a 32 bit word drops its element: `floor(p * 2^32)`.
+    """Return `floor(p * 2^32)`. Dropout drops an element if its random word is below this integer.
 
     Raises:
         ValueError: p is not a probability.
@@ -110,12 +116,12 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """`1 / (1 - p)`, the factor on kept elements; 0 if every element is dropped."""
+    """Return `1 / (1 - p)`, the factor on kept elements, or 0 if every element is dropped."""
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low words of a 32 x 32 bit product; wrapping int64 keeps all 64 bits."""
+    """Return the high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
@@ -123,7 +129,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _global_index(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Row-major linear index in the global array of each element of the shard."""
+    """Return an int64 tensor with each shard element's row-major number in the global array."""
     if not len(shape) == len(offset) == len(global_shape):
         raise ValueError(
             f"shape={tuple(shape)}, offset={tuple(offset)} and global_shape={tuple(global_shape)} "

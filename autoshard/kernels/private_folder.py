@@ -1,4 +1,4 @@
-"""Folders that only their user can write, for code that a process runs and measurements that tune it."""
+"""Makes and checks folders that only this user can write, for generated code and for measured block sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path, purpose: str) -> None:
-    """Make a folder that only this user can open, and its parents; an existing folder must already be private.
+    """Make a folder that only this user can open, and its parents. An existing folder must already be private.
 
     Args:
         folder: the folder.
@@ -20,7 +20,7 @@ def make_private(folder: Path, purpose: str) -> None:
 
     Raises:
         OSError: the folder cannot be made.
-        KernelError: the folder is another user's, or others can write to it.
+        KernelError: the folder belongs to another user, or other users can write to it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -28,7 +28,10 @@ def make_private(folder: Path, purpose: str) -> None:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """Raise `KernelError` if a folder is another user's, or others can write to it; a missing folder is private."""
+    """Raise `KernelError` if a folder belongs to another user, or other users can write to it.
+
+    A folder that does not exist is private.
+    """
     try:
         found = folder.stat()
     except OSError:

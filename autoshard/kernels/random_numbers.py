@@ -1,12 +1,12 @@
-"""`autoshard::random`: an array of random numbers that depend on the global index, so they are equal on every mesh.
+"""`autoshard::random`: an array of random numbers that depend on an element's global index, equal on every mesh.
 
-Each element has its own four words of Philox (`philox.py`). They give two numbers u, v in [0, 1) with 53 bits.
-Distributions are computed from these in float64, and rounded to the dtype of the result at the end.
+Each element has its own four words of Philox (`philox.py`). They give two numbers u, v in [0, 1) with 53 bits. Each
+distribution is computed from u and v in float64, and rounded to the dtype of the result at the end.
 
     uniform      low + (high - low) u, with u cut to the bits of the dtype, so that it is never 1
     normal       mean + std sqrt(-2 ln(1 - u)) cos(2 pi v)      Box, Muller 1958
     log_normal   exp of a normal number
-    truncated_normal  mean + std sqrt(2) erfinv(p), between low and high, with p uniform between the ends' erf
+    truncated_normal  mean + std sqrt(2) erfinv(p), with p uniform between the erfs of low and high
     exponential  -ln(1 - u) / rate, never 0
     cauchy       median + sigma tan(pi (u - 1/2))
     geometric    1 + floor(ln(1 - u) / ln(1 - p)), the number of trials up to the first success
@@ -50,10 +50,10 @@ def random_reference(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The random numbers of one shard of a global array.
+    """Return the random numbers of one shard of a global array.
 
     Args:
-        seed: int64 scalar tensor; its device is the result's.
+        seed: int64 scalar tensor. The result is on its device.
         distribution: a name in `DISTRIBUTIONS`.
         parameters: the distribution's parameters, in the order of the module's table.
         site: the number of this random operator in the program.
@@ -80,22 +80,22 @@ def random_reference(
 
 
 def bits_53(high: Tensor, low: Tensor) -> Tensor:
-    """An int64 in [0, 2^53) from two words."""
+    """Return int64 numbers in [0, 2^53) made of two words of 32 bits."""
     return (high << 21) | (low >> 11)
 
 
 def unit(high: Tensor, low: Tensor) -> Tensor:
-    """A float64 in [0, 1) from two words."""
+    """Return float64 numbers in [0, 1) made of two words of 32 bits."""
     return bits_53(high, low).to(torch.float64) * _UNIT
 
 
 def standard_exponential(words: Words) -> Tensor:
-    """Float64, never 0 and never infinite, from the first two words."""
+    """Return exponential float64 numbers of rate 1, from the first two words. They are never 0 or infinite."""
     return -torch.log1p(-unit(words[0], words[1]).clamp_min(_LEAST))
 
 
 def standard_normal(words: Words) -> Tensor:
-    """Float64, from all four words."""
+    """Return normal float64 numbers of mean 0 and variance 1, from all four words."""
     return torch.sqrt(2.0 * standard_exponential(words)) * torch.cos(2.0 * math.pi * unit(words[2], words[3]))
 
 
@@ -146,12 +146,12 @@ def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One distribution.
+    """One distribution of `autoshard::random`.
 
     Args:
-        draw: maps each element's words, and the parameters, to numbers of `dtype`.
-        accepts: whether parameters are in range.
-        range: the condition of `accepts`, for messages.
+        draw: `draw(words, *parameters, dtype=dtype)` returns a random number for each element.
+        accepts: maps the parameters to a bool, whether they are in range.
+        range: the condition of `accepts` as text, for messages.
     """
 
     draw: Callable[..., Tensor]

@@ -1,22 +1,25 @@
-"""`autoshard::lstm`, `gru`, `rnn` and their backwards: one layer in one direction, every time step in one operator.
+"""`autoshard::lstm`, `gru`, `rnn` and their backwards: one operator runs all time steps of a layer in one direction.
 
-Hochreiter, Schmidhuber, "Long short-term memory" (1997), with the forget gate of Gers et al. (2000) and the projection
-of Sak et al. (2014). Cho et al., "Learning phrase representations using RNN encoder-decoder" (2014); the reset gate
-acts after the product, as in cuDNN. Elman, "Finding structure in time" (1990).
+* LSTM: Hochreiter, Schmidhuber, "Long short-term memory" (1997), with the forget gate of Gers et al. (2000) and the
+  projection of Sak et al. (2014).
+* GRU: Cho et al., "Learning phrase representations using RNN encoder-decoder" (2014). The reset gate acts after the
+  product, as in cuDNN.
+* RNN: Elman, "Finding structure in time" (1990).
 
-The product with the input's weights does not depend on the recurrence. The caller computes it for all steps at once
-(Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs", 2016). It is an ordinary product and
-can be sharded. FlashRNN (Poeppel et al. 2024) has the same operands. Shapes: B batch, T time, H hidden, P output size.
-The output is fed back; P = H, or less with a projection. x_t [B, gates H] is the operand `inputs` at step t. h', c' are
-the previous state.
+The product of the input with its weights does not depend on the state. So the caller computes it for all steps at once
+(Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs", 2016). It is an ordinary matrix
+product, which can be sharded. FlashRNN (Poeppel et al. 2024) has the same operands.
+
+Shapes: B batch, T time, H hidden, P output size. P is H, or less with a projection. The operand `inputs` at step t is
+x_t [B, gates H], the product of the input with its weights. The state before the step is h' and c'.
 
     lstm   i, f, g, o = x_t + h' W^T;  c = sigmoid(f) c' + sigmoid(i) tanh(g);  h = (sigmoid(o) tanh(c)) R^T
     gru    r, z, n = x_t;  u, v, q = h' W^T + b;  r = sigmoid(r + u), z = sigmoid(z + v), n = tanh(n + r q);
            h = n + z (h' - n)
     rnn    h = tanh(x_t + h' W^T), or relu
 
-With `lengths` [B], row b runs on its first lengths[b] steps, and keeps its state in the others (packed sequences).
-Products are in the operands' dtype, gates and cells in the accumulation dtype.
+With `lengths` [B], row b runs its first lengths[b] steps, and keeps its state in all other steps, as packed sequences
+do. Matrix products have the operands' dtype. Gates and cells are computed in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -33,16 +36,16 @@ from autoshard.kernels.library import accumulation_dtype, define, differentiate
 def lstm_reference(
     inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One layer of an LSTM.
+    """Run all time steps of an LSTM layer.
 
     Args:
-        inputs: [B, T, 4 H], x W_ih^T with all biases, gates in the order i, f, g, o.
-        h0: [B, P].
-        c0: [B, H].
+        inputs: [B, T, 4 H], the product x W_ih^T plus all biases, gates in the order i, f, g, o.
+        h0: the first output state [B, P].
+        c0: the first cell state [B, H].
         w_hh: W [4 H, P].
         w_hr: R [P, H], or None without a projection (P = H).
-        lengths: int64 [B], each in [0, T], or None: all steps of all rows.
-        reverse: from the last step to the first.
+        lengths: int64 [B], the number of steps of each row, in [0, T]. None stands for T.
+        reverse: whether to run from the last step to the first.
 
     Returns:
         y [B, T, P] and the states after the last step, [B, P] and [B, H]. For the backward, also gates [B, T, 4 H]
@@ -50,7 +53,6 @@ def lstm_reference(
 
     Raises:
         ValueError: shapes do not fit, or there is no time step.
-        ValueError: shapes that do not fit, or no time step.
     """
     _check("lstm", 4, inputs, (h0, c0), w_hh, w_hr)
     h, c = h0, c0.to(accumulation_dtype(inputs.dtype))
@@ -76,7 +78,7 @@ def lstm_reference(
 def lstm_composite(
     inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three results of `lstm_reference`, without in-place operators, so that they have derivatives."""
+    """Compute the first three results of `lstm_reference` with operators that torch can differentiate."""
     h, c, outputs = h0, c0.to(accumulation_dtype(inputs.dtype)), []
     for t in _order(inputs, reverse):
         i, f, g, o = torch.addmm(inputs[:, t], h, w_hh.mT).to(c.dtype).chunk(4, dim=1)
@@ -93,11 +95,12 @@ def lstm_backward_reference(
     grad_y: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, h0: Tensor, c0: Tensor, w_hh: Tensor,
     w_hr: Tensor | None, lengths: Tensor | None, y: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of inputs, h0, c0, w_hh and w_hr (None without one), in their shapes and dtypes.
+    """Return the gradients of inputs, h0, c0, w_hh and w_hr (None without a projection), in their shapes and dtypes.
 
     Args:
-        grad_y, grad_h, grad_c: gradients of the first three results; None stands for zero.
-        y, gates, cells: results of the forward; the other arguments are its operands.
+        grad_y, grad_h, grad_c: gradients of the first three results of `lstm_reference`. None stands for zero.
+        h0, c0, w_hh, w_hr, lengths, reverse: arguments of `lstm_reference`.
+        y, gates, cells: results of `lstm_reference`.
     """
     dtype = accumulation_dtype(y.dtype)
     i, f, g, o = gates.to(dtype).chunk(4, dim=2)  # [B, T, H]
@@ -126,14 +129,14 @@ def lstm_backward_reference(
 def gru_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer of a GRU.
+    """Run all time steps of a GRU layer.
 
     Args:
-        inputs: [B, T, 3 H], x W_ih^T + b_ih, gates in the order r, z, n.
-        h0: [B, H].
+        inputs: [B, T, 3 H], the product x W_ih^T + b_ih, gates in the order r, z, n.
+        h0: the first state [B, H].
         w_hh: W [3 H, H].
         b_hh: b [3 H], or None for zero. It cannot be added to the input's bias, because the reset gate scales it.
-        lengths, reverse: see `lstm_reference`.
+        lengths, reverse: arguments of `lstm_reference`.
 
     Returns:
         y [B, T, H] and the state after the last step [B, H]. For the backward, also gates [B, T, 4 H], the values of
@@ -161,7 +164,11 @@ def gru_backward_reference(
     grad_y: Tensor | None, grad_h: Tensor | None, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, y: Tensor,
     gates: Tensor, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of inputs, h0, w_hh and b_hh, in their shapes and dtypes; arguments: `lstm_backward_reference`."""
+    """Return the gradients of inputs, h0, w_hh and b_hh, in their shapes and dtypes.
+
+    grad_y and grad_h are gradients of the first two results of `gru_reference`. None stands for zero. The other
+    arguments are arguments and results of `gru_reference`.
+    """
     dtype = accumulation_dtype(y.dtype)
     r, z, n, q = gates.to(dtype).chunk(4, dim=2)  # [B, T, H]
     before = _before(y, h0, reverse)
@@ -184,14 +191,14 @@ def gru_backward_reference(
 def rnn_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, relu: bool, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """One layer of an Elman network.
+    """Run all time steps of an Elman layer.
 
     Args:
-        inputs: [B, T, H], x W_ih^T with all biases.
-        h0: [B, H].
+        inputs: [B, T, H], the product x W_ih^T plus all biases.
+        h0: the first state [B, H].
         w_hh: W [H, H].
-        relu: relu in place of tanh.
-        lengths, reverse: see `lstm_reference`.
+        relu: whether to use relu in place of tanh.
+        lengths, reverse: arguments of `lstm_reference`.
 
     Returns:
         y [B, T, H], and the state after the last step [B, H].
@@ -212,7 +219,11 @@ def rnn_backward_reference(
     grad_y: Tensor | None, grad_h: Tensor | None, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, y: Tensor,
     relu: bool, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of inputs, h0 and w_hh, in their shapes and dtypes; arguments: `lstm_backward_reference`."""
+    """Return the gradients of inputs, h0 and w_hh, in their shapes and dtypes.
+
+    grad_y and grad_h are gradients of the results of `rnn_reference`. None stands for zero. The other arguments are
+    arguments and results of `rnn_reference`.
+    """
     dtype = accumulation_dtype(y.dtype)
     slopes = _where_running(lengths, (y > 0).to(dtype) if relu else _tanh_slope(y.to(dtype)))
     dh, d_inputs = _start(grad_h, h0, dtype), []
@@ -245,18 +256,24 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """The steps of x [B, T, ...] in the order of execution."""
+    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """[B, T, ...] in `like`'s dtype, from the values of steps in the order of execution."""
+    """Stack the values of time steps, given in the order of execution, to [B, T, ...] in the dtype of `like`."""
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """The state before each step, [B, T, ...], from the states after each step and the first state."""
+    """Return the state before each step, [B, T, ...].
+
+    Args:
+        states: the state after each step, [B, T, ...].
+        first: the state before the first executed step, [B, ...].
+        reverse: whether steps run from the last to the first.
+    """
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
         return torch.cat((states[:, 1:], first), dim=1)
@@ -264,17 +281,20 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Whether each row has a step t, [B, 1]; None if all rows have it."""
+    """Return a bool tensor [B, 1], whether each row runs step t. None if all rows run all steps."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
 def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    """`new`, but `old` for rows without this step."""
+    """Return `new` for rows that run the step, and `old` for all other rows."""
     return new if running is None else torch.where(running, new, old)
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """values [B, T, ...], zero beyond each row's length, so that no gradient passes a step that did not run."""
+    """Return `values` [B, T, ...] with zeros beyond each row's length.
+
+    So no gradient passes a step that did not run.
+    """
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
@@ -282,7 +302,7 @@ def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
 
 
 def _start(grad: Tensor | None, state: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of a last state; zero if it is not used."""
+    """Return the gradient of a final state as `dtype`, or zeros like `state` if `grad` is None."""
     return torch.zeros_like(state, dtype=dtype) if grad is None else grad.to(dtype)
 
 
@@ -295,7 +315,12 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """[M, N] from the gradient of products [B, T, M] and the operand [B, T, N]."""
+    """Return a weight's gradient [M, N], summed over batch and time.
+
+    Args:
+        grad: the gradient of the products of operand and weight, [B, T, M].
+        operand: the operand of these products, [B, T, N].
+    """
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 
 

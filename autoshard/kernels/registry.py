@@ -1,15 +1,16 @@
-"""The tables of Triton kernels: the operators that each may replace, and its condition.
+"""The tables of Triton kernels, with the operators that each kernel may replace and its condition.
 
 `KERNELS` has kernels for one operator, and `FUSED` has kernels for several operators at once.
 
-If a kernel is found, a pass that fuses rewrites a node by changing only its target:
+To use a kernel for one operator, a pass changes only the target of a node:
 
     kernel = find_kernel(node.target, args, kwargs)      # args with fake tensors: node.meta["val"]
     if kernel is not None:
         node.target = kernel.replacement                 # same arguments, same results
 
-Importing this module imports triton and defines the replacements as operators `autoshard::triton_*`. Each is functional
-and opaque. For unsupported operands it raises `KernelError`; it never falls back.
+Importing this module imports triton and defines the replacements as operators `autoshard::triton_*`. Each replacement
+is functional and opaque. For unsupported operands it raises `KernelError`. It never falls back to another
+implementation.
 """
 
 from __future__ import annotations
@@ -71,19 +72,19 @@ FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for k
 
 
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:
-    """The kernels that may replace an operator, the preferred one first; empty if there is none."""
+    """Return the kernels that may replace an operator, the preferred kernel first. The tuple may be empty."""
     return KERNELS.get(operator, ())
 
 
 def find_kernel(
     operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object] | None = None
 ) -> Kernel | None:
-    """The first kernel that applies to this call, or None.
+    """Return the first kernel that applies to a call, or None.
 
     Args:
-        operator: the node's target.
-        args: its arguments, with tensors (real, fake or meta) where the node has nodes.
-        kwargs: its keyword arguments.
+        operator: the target of the call.
+        args: the call's arguments, with tensors (real, fake or meta) in place of nodes.
+        kwargs: the call's keyword arguments.
 
     Example:
         >>> import torch

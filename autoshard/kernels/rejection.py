@@ -1,8 +1,8 @@
 """`autoshard::poisson`, `binomial` and `gamma`: random numbers of distributions whose parameters are tensors.
 
-Each element draws until a number is accepted. Philox (`philox.py`) gives each element its own random words, in blocks.
-Attempt k uses block k, so the attempts of one element do not change the numbers of another element. Arithmetic is
-float64; parameters that are out of range give NaN.
+Each element draws numbers until the algorithm accepts one. Philox (`philox.py`) gives each element its own blocks of
+random words, and each attempt uses other blocks. So the attempts of one element do not change the numbers of another
+element. Arithmetic is float64. Parameters that are out of range give NaN.
 
 Poisson and binomial numbers with a mean below 10 are drawn by inversion with sequential search. The other algorithms:
 
@@ -37,11 +37,11 @@ Proposal = Callable[[int], tuple[Tensor, Tensor]]
 def poisson_reference(
     rate: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """A Poisson number for each rate, in the dtype of `rate`.
+    """Return a Poisson number for each rate, in the dtype of `rate`.
 
     Args:
-        rate: any shape; a shard of a global array.
-        seed, site, offset, global_shape: see `random_reference`.
+        rate: a shard of a global array, of any shape.
+        seed, site, offset, global_shape: arguments of `random_reference`.
     """
     blocks = _blocks(rate, seed, site, offset, global_shape)
     mean = rate.to(torch.float64)
@@ -51,7 +51,7 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """PTRS, with the paper's names."""
+    """Draw Poisson numbers by PTRS for the elements where `wanted` is True. Variables are named as in the paper."""
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
     inverse_alpha, v_r = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2.0)
@@ -69,11 +69,11 @@ def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor
 def binomial_reference(
     count: Tensor, p: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """The successes of `count` trials with probability `p` each, in the dtype of `count`.
+    """Return how many of `count` trials succeed, each with probability `p`, in the dtype of `count`.
 
     Args:
-        count, p: tensors of one shape; shards of global arrays.
-        seed, site, offset, global_shape: see `random_reference`.
+        count, p: shards of global arrays, both of one shape.
+        seed, site, offset, global_shape: arguments of `random_reference`.
     """
     blocks = _blocks(count, seed, site, offset, global_shape)
     n, p = count.to(torch.float64), p.to(torch.float64)
@@ -87,7 +87,10 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """BTRS, with the paper's names; factorials use the logarithm of the gamma function."""
+    """Draw binomial numbers by BTRS for the elements where `wanted` is True. Variables are named as in the paper.
+
+    Factorials use the logarithm of the gamma function.
+    """
     spread = torch.sqrt(n * q * (1.0 - q))
     b = 1.15 + 2.53 * spread
     a = -0.0873 + 0.0248 * b + 0.01 * q
@@ -109,11 +112,11 @@ def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) 
 def gamma_reference(
     shape: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """A gamma number of rate 1 for each parameter `shape`, in its dtype; 0 if the parameter is 0.
+    """Return a gamma number of rate 1 for each shape parameter, in its dtype. It is 0 if the parameter is 0.
 
     Args:
-        shape: the distribution's parameter, of any tensor shape; a shard of a global array.
-        seed, site, offset, global_shape: see `random_reference`.
+        shape: the shape parameters of the distribution: a shard of a global array.
+        seed, site, offset, global_shape: arguments of `random_reference`.
     """
     blocks = _blocks(shape, seed, site, offset, global_shape)
     alpha = shape.to(torch.float64)
@@ -137,18 +140,21 @@ def _blocks(like: Tensor, seed: Tensor, site: int, offset: Sequence[int], global
 
 
 def _uniforms(words: Words) -> tuple[Tensor, Tensor]:
-    """Two numbers in [0, 1)."""
+    """Return two tensors of numbers in [0, 1), made of the four words of a block."""
     return unit(words[0], words[1]), unit(words[2], words[3])
 
 
 def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """The random numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
+    """Return the random numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
     u, v = _uniforms(words)
     return u - 0.5, v, 0.5 - (u - 0.5).abs()
 
 
 def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
-    """For each wanted element, the first accepted proposal."""
+    """Return the first accepted proposal of each element where `wanted` is True, and NaN elsewhere.
+
+    `propose` maps the number of an attempt to proposals and to bools, whether they are accepted.
+    """
     result, waiting = torch.full(wanted.shape, torch.nan, dtype=torch.float64, device=wanted.device), wanted
     for attempt in itertools.count():
         if not bool(waiting.any()):
@@ -160,13 +166,13 @@ def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
 
 
 def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Tensor) -> Tensor:
-    """The least k whose cumulative probability exceeds `u`.
+    """Return the least k whose cumulative probability exceeds `u`.
 
     Args:
-        u: in [0, 1).
+        u: numbers in [0, 1).
         none: the probability of 0.
-        growth: maps k to the probability of k over that of k - 1.
-        wanted: the elements to compute; other elements of the result are meaningless.
+        growth: maps k to the probability of k divided by the probability of k - 1.
+        wanted: the elements to compute. Other elements of the result are meaningless.
     """
     k, probability, reached = torch.zeros_like(u), none, none
     for step in range(1, _MOST_STEPS):
@@ -180,7 +186,7 @@ def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Te
 
 
 def _choose(*cases: tuple[Tensor, Tensor]) -> Tensor:
-    """The value of the case that holds; NaN if none does."""
+    """Return the value of the case that holds for each element, or NaN. A case is a bool tensor and a value."""
     result = torch.full_like(cases[0][1], torch.nan)
     for holds, value in cases:
         result = torch.where(holds, value, result)

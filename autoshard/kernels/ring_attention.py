@@ -1,23 +1,23 @@
 """`autoshard::ring_attention` and its backward: attention of one sequence on several ranks, which pass keys in a ring.
 
 Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite context" (2023), section 3. Each
-rank of the group has one piece of the queries and one of the keys and values. At hop r of n, a rank computes attention
-of its queries on the piece of the rank r places before it. Meanwhile it sends that piece on to the next rank. So it
-never holds more than two pieces of other ranks.
+rank of the group has one piece of the queries, and one piece of the keys and values. At hop r of n, a rank computes
+attention of its queries to the keys of the rank r places before it. Meanwhile it sends these keys and values on to the
+next rank. So it never holds more than two pieces of other ranks.
 
 * Forward: the log-sum-exps merge the results of the hops (Dao et al. 2022, section 3.1), in the accumulation dtype.
   lse = log(exp(lse_A) + exp(lse_B)), out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B.
-* Backward: the merged result and log-sum-exp give each hop's share of the gradients. Gradients of keys and values
-  travel one hop behind the keys and values. Each rank adds its share, and they are complete after n hops.
+* Backward: the merged result and log-sum-exp give each hop's share of the gradients. The gradients of keys and values
+  travel one hop behind the keys and values. Each rank adds its share, and the sums are complete after n hops.
 
-A hop that causality masks completely computes nothing. So in a causal ring all ranks wait for the last one, which skips
-no hop. With `is_paired`, each rank computes equally much at each hop (Grattafiori et al., "The Llama 3 herd of models"
-(2024), section 3.3.2). Pieces are resharded before and after the ring. Rank r of n gets the blocks r and 2 n - 1 - r of
-2 n, an early and a late one. All its queries attend to the early keys of ranks before it. Its late queries attend to
-all keys of ranks after it.
+If causality masks all keys of a hop, the rank computes nothing at this hop. So in a causal ring all ranks wait for the
+last rank, which skips no hop. With `is_paired`, each rank computes equally much at each hop (Grattafiori et al., "The
+Llama 3 herd of models" (2024), section 3.3.2). The sequence is cut into 2 n blocks, and is resharded before and after
+the ring. Rank r of n gets an early block, number r, and a late block, number 2 n - 1 - r. All its queries attend to the
+early keys of ranks before it. Its late queries attend to all keys of ranks after it.
 
-Operands and results are those of `autoshard::attention`, for a rank's own pieces. The mask has the rows of its queries,
-and all columns. Pieces may have unequal lengths; keys beyond `lengths` are padding.
+Operands and results are those of `autoshard::attention`, for a rank's own piece. The mask has the rows of the rank's
+queries, and the columns of all keys. Pieces may have unequal lengths. Keys beyond `lengths` are padding.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ from autoshard.kernels.library import accumulation_dtype
 from autoshard.kernels.native_attention import merge_into, native_attention, native_attention_backward
 
 Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
-"""Steps that return the received tensors."""
+"""A generator of exchanges, as for `Steps`, that returns a list of tensors."""
 
 
 class _VisitingKeys(NamedTuple):
-    """Some of a rank's queries on some of the visiting keys; `columns` is their range among the keys of all ranks."""
+    """Attention of some of a rank's queries to some of the keys that are on the rank during a hop.
+
+    `rows` selects queries of the rank, and `keys` selects the keys. `columns` is the range of these keys among the keys
+    of all ranks. `is_causal` and `offset` are arguments of `autoshard::attention`.
+    """
 
     rows: slice
     keys: slice
@@ -59,14 +63,15 @@ class _VisitingKeys(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A rank's place in the ring, and the constants of the call.
+    """A rank's position in the ring, and the arguments of `autoshard::ring_attention` that are no tensors.
 
     Args:
-        dropout_p, is_causal, scale, site, offset, global_shape: see `autoshard::attention`; `offset` is for the rank's
-            queries and the first of all keys.
-        index: the rank's number.
-        starts, lengths: the range of each rank's keys.
-        is_paired: each rank computes on an early and a late block.
+        dropout_p, is_causal, scale, site, global_shape: arguments of `autoshard::attention`.
+        offset: global index of the score of the rank's first query and the first of all keys.
+        index: the rank's number within the ring.
+        starts: for each rank, the global position of its first key.
+        lengths: for each rank, the number of its keys.
+        is_paired: whether each rank computes on an early and a late block.
     """
 
     dropout_p: float
@@ -82,11 +87,14 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the ring."""
         return len(self.starts)
 
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
-        """Send pieces [B, H, T, ...] to the next rank, and begin to receive the previous rank's; see `came`."""
+        """Start to send pieces [B, H, T, ...] to the next rank and to receive the pieces of the previous rank.
+
+        The generator returns the tensors in transit, for `came`.
+        """
         if not tensors:
             return ()
         rows = tensors[0].shape[0]
@@ -97,7 +105,12 @@ class Ring:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
     def parts(self, hop: int, queries: int) -> Iterator[_VisitingKeys]:
-        """The parts that are computed at a hop; none if causality masks everything."""
+        """Yield the calls of attention that the rank computes at a hop, none if causality masks all keys.
+
+        Args:
+            hop: the number of the hop, from 0.
+            queries: the number of the rank's queries.
+        """
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
         batch, head, row, column = self.offset
@@ -116,7 +129,7 @@ class Ring:
     def attend(
         self, part: _VisitingKeys, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
     ) -> Any:
-        """Result and log-sum-exp of a part."""
+        """Return result and log-sum-exp of attention for the queries and keys of `part`."""
         operands = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part))
         return native_attention(*operands, seed, *self._constants(part))
 
@@ -124,7 +137,7 @@ class Ring:
         self, part: _VisitingKeys, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
         lse: Tensor, seed: Tensor | None,
     ) -> Any:  # fmt: skip
-        """The share of a part in the gradients of q, k and v; `out` and `lse` are those of all keys."""
+        """Return the share of `part` in the gradients of q, k and v. `out` and `lse` are results over all keys."""
         grad_out, q, out, lse = (tensor[:, :, part.rows] for tensor in (grad_out, q, out, lse))
         operands = (grad_out, q, k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part), out, lse)
         return native_attention_backward(*operands, seed, *self._constants(part))
@@ -137,22 +150,28 @@ class Ring:
         return self._relaid(tensors, self._neighbours, self._pair)
 
     def from_pairs(self, *tensors: Tensor) -> Travelling:
-        """The inverse of `to_pairs`."""
+        """Reshard pieces back, so that each rank has consecutive blocks again, as before `to_pairs`."""
         return self._relaid(tensors, self._pair, self._neighbours)
 
     @staticmethod
     def _neighbours(rank: int) -> tuple[int, int]:
-        """The two blocks of a rank's piece."""
+        """Return the numbers of the two blocks that make up a rank's consecutive piece."""
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
-        """The early and the late block of a rank."""
+        """Return the numbers of a rank's early and late block."""
         return rank, 2 * self.ranks - 1 - rank
 
     def _relaid(
         self, tensors: Sequence[Tensor], before: Callable[[int], Sequence[int]], after: Callable[[int], Sequence[int]]
     ) -> Travelling:
-        """Exchange halves of pieces: a rank has the blocks of `before`, and gets the blocks of `after`."""
+        """Exchange half pieces [B, H, S / 2, ...] among all ranks, and return this rank's new pieces.
+
+        Args:
+            tensors: this rank's pieces [B, H, S, ...].
+            before: maps a rank to the numbers of the two blocks that it has.
+            after: maps a rank to the numbers of the two blocks that it gets.
+        """
         ranks = range(self.ranks)
         target, source = ({block: rank for rank in ranks for block in of(rank)} for of in (after, before))
         going, coming = before(self.index), after(self.index)
@@ -170,12 +189,12 @@ class Ring:
 
 
 def came(pending: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for the pieces [B, H, T, ...] that `Ring.send_on` receives."""
+    """Wait for the pieces that `Ring.send_on` began to receive, and return them as [B, H, T, ...]."""
     return [rows.transpose(1, 2) for rows in arrived(pending)]
 
 
 def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *constants: Any) -> Steps:
-    """The steps of `ring_attention`, on one rank."""
+    """Run `ring_attention` on one rank: yield its exchanges, and return result and log-sum-exp of its queries."""
     ring, dtype = Ring(*constants), q.dtype
     out, lse = empty_results(q, v)
     out, lse = out.to(accumulation_dtype(dtype)).zero_(), lse.fill_(-math.inf)
@@ -200,7 +219,7 @@ def backward_steps(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     seed: Tensor | None, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `ring_attention_backward`, on one rank."""
+    """Run `ring_attention_backward` on one rank: yield its exchanges, and return the gradients of its q, k and v."""
     ring = Ring(*constants)
     if ring.is_paired:
         grad_out, q, k, v, out, lse = yield from ring.to_pairs(grad_out, q, k, v, out, lse)
@@ -235,7 +254,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _columns(mask: Tensor | None, part: _VisitingKeys) -> Tensor | None:
-    """The columns of a mask for the keys of a part, as [B or 1, H or 1, S or 1, T or 1]."""
+    """Return the mask's columns for the keys of `part`, with four dims of which each may be 1. Without a mask: None."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]

@@ -1,12 +1,13 @@
-"""RMS norm's backward on CPUs, which torch lacks: `aten::_fused_rms_norm` stays whole in our graphs.
+"""The backward of `aten::_fused_rms_norm` on CPUs, which torch lacks.
 
+Lowered programs keep `aten::_fused_rms_norm` as one operator, so its backward must run on CPUs too.
 Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019). C columns, n = x rstd, g = dout w:
 
     rstd = 1 / sqrt(mean_c x_c^2 + eps)
     dx   = rstd (g - n mean_c(g n)),    dw = sum over rows of dout n
 
 Torch (2.11 to 2.13) traces `aten::_fused_rms_norm_backward`, but runs it only on GPUs. Importing this module registers
-the formula for CPU tensors, unless torch has its own by then.
+the formula for CPU tensors, unless torch itself has a CPU kernel.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from autoshard.kernels.library import accumulation_dtype
 def rms_norm_composite(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Both results of `aten::_fused_rms_norm`, by operators with derivatives.
+    """Compute both results of `aten::_fused_rms_norm`, out and rstd, with operators that torch can differentiate.
 
     Args:
-        x: [*, C].
-        normalized_shape: the trailing dims that one norm spans.
-        weight: `normalized_shape`, or None.
-        eps: added to the mean of squares. None: the smallest difference from one in the accumulation dtype.
+        x: the input. Its last dims have the sizes `normalized_shape`.
+        normalized_shape: sizes of the trailing dims that one norm spans.
+        weight: a tensor of shape `normalized_shape`, or None.
+        eps: added to the mean of squares. None stands for `torch.finfo(dtype).eps` of the accumulation dtype.
     """
     values = x.to(accumulation_dtype(x.dtype))
     eps = torch.finfo(values.dtype).eps if eps is None else eps
@@ -48,15 +49,15 @@ def rms_norm_backward_reference(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x [*, C] and weight [C], in their dtypes; None if `output_mask` is False.
+    """Return the gradients of x and of the weight, in their shapes and dtypes, or None where `output_mask` is False.
 
     Args:
-        grad_out: [*, C], like x.
-        x: the forward's input, [*, C]; C stands for all of `normalized_shape`.
-        normalized_shape: the trailing dims that one norm spans.
+        grad_out: the gradient of the first result, with the shape of x.
+        x: the forward's input, [*, C]. C stands for all dims of `normalized_shape`.
+        normalized_shape: sizes of the trailing dims that one norm spans.
         rstd: [*, 1], the forward's second result.
-        weight: `normalized_shape`, or None.
-        output_mask: whether x's and the weight's gradients are needed.
+        weight: a tensor of shape `normalized_shape`, or None.
+        output_mask: whether the gradient of x is needed, and whether the gradient of the weight is needed.
     """
     columns = math.prod(normalized_shape)
     dtype = accumulation_dtype(x.dtype)
@@ -73,7 +74,7 @@ def rms_norm_backward_reference(
 
 
 def _torch_has_it() -> bool:
-    """Whether torch itself runs the operator on CPU tensors."""
+    """Whether torch itself runs `aten::_fused_rms_norm_backward` on CPU tensors."""
     one = torch.ones(1, 1)
     try:
         torch.ops.aten._fused_rms_norm_backward.default(one, one, [1], one, None, [True, False])

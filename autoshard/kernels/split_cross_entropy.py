@@ -1,11 +1,13 @@
-"""The local parts of cross-entropy over a split vocabulary: `autoshard::split_cross_entropy` and its backward.
+"""`autoshard::split_cross_entropy` and its backward: a rank's share of cross-entropy over a split vocabulary.
 
-Shoeybi et al., "Megatron-LM" (2019), section 3. Between the parts, `autoshard.rules.losses` communicates one number per
-row: the greatest logit before the forward, the sum and the target's logit after it. For a rank's classes c, with e if
-the target is on another rank, and i if it is ignored:
+Shoeybi et al., "Megatron-LM" (2019), section 3. Each rank has the logits of some of the classes. The communication is
+in `autoshard.rules.losses`. Before the forward, ranks reduce the greatest logit of each row. After it, they reduce two
+numbers for each row: the sum of exponentials, and the logit of the target. For the classes c of a rank:
 
-    forward:   total = sum_c exp(x_c - top),    expected = factor x_target        (0 if e)
-    backward:  dx_c  = scale (exp(x_c - lse) - shift) + correction scale [c = target, not e]    (0 if i)
+    forward:   total = sum_c exp(x_c - top)
+               expected = factor x_target                              (0 if the target is on another rank)
+    backward:  dx_c = scale (exp(x_c - lse) - shift)                   (0 if the row is ignored)
+               and for c = target on this rank also + correction scale
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ BACKWARD_ARGUMENTS = (
 def split_cross_entropy_reference(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of exponentials of each row, and the target's logit.
+    """Return the sum of exponentials of each row over the rank's classes, and the target's logit times `factor`.
 
     Args:
-        logits: [N, C], the rank's classes, any float dtype.
-        top: [N], the greatest logit over all classes; float32, or float64 when the logits are.
-        indices: [N] int64, the target among the rank's classes, each in [0, C).
+        logits: [N, C], the logits of the rank's classes, any float dtype.
+        top: [N], the greatest logit over the classes of all ranks, in float32, or in float64 for float64 logits.
+        indices: [N] int64, the target's number among the rank's classes, in [0, C). Any valid number if `elsewhere`.
         elsewhere: [N] bool, whether the target is on another rank.
         factor: the factor on the target's logit.
 
@@ -54,15 +56,15 @@ def split_cross_entropy_backward_reference(
     correction: float,
     shift: float,
 ) -> Tensor:
-    """The gradient of the logits, [N, C] in their dtype.
+    """Return the gradient of the rank's logits, [N, C] in their dtype.
 
     Args:
-        logits, indices, elsewhere: see `split_cross_entropy_reference`.
-        lse: [N], the log-sum-exp over all classes, in the accumulation dtype.
+        logits, indices, elsewhere: arguments of `split_cross_entropy_reference`.
+        lse: [N], the log-sum-exp over the classes of all ranks, in the accumulation dtype.
         scale: [N], the gradients of the losses.
-        is_ignored: [N] bool, the ignored rows.
-        correction: added for the class of the target.
-        shift: subtracted from every class.
+        is_ignored: [N] bool, whether the row's gradient is zero.
+        correction: added to the probability of the target's class before scaling.
+        shift: subtracted from the probability of every class before scaling.
     """
     classes = torch.arange(logits.shape[1], device=logits.device)
     is_target = (classes == indices.unsqueeze(1)) & ~elsewhere.unsqueeze(1)
@@ -72,12 +74,12 @@ def split_cross_entropy_backward_reference(
 
 
 def fake_forward(logits: Tensor, top: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Empty tensors for the results of the forward."""
+    """Return empty tensors total [N] and expected [N]."""
     return torch.empty_like(top), torch.empty_like(top)
 
 
 def fake_backward(logits: Tensor, *_: object) -> Tensor:
-    """An empty tensor for the result of the backward."""
+    """Return an empty gradient of the rank's logits."""
     return logits.new_empty(logits.shape)
 
 

@@ -1,7 +1,7 @@
-"""Activations and their slopes inside Triton kernels, and the tiles of pointwise kernels.
+"""Activations and their derivatives as Triton functions, and the tiles of pointwise kernels.
 
-s is the logistic function, P and p the standard normal distribution and density (Hendrycks, Gimpel, "Gaussian error
-linear units", 2016, section 2, with u = sqrt(2 / pi) (x + 0.044715 x^3) for the tanh form):
+s is the logistic function. P and p are the standard normal distribution and density (Hendrycks, Gimpel, "Gaussian error
+linear units", 2016, section 2). The tanh form has u = sqrt(2 / pi) (x + 0.044715 x^3):
 
     silu         x s(x)                             slope  s (1 + x (1 - s))
     gelu         x P(x)                             slope  P + x p
@@ -21,7 +21,7 @@ _MAX_BLOCK = 1024
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 x."""
+    """Return the activation of float32 x."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     if ACTIVATION == "gelu":
@@ -32,7 +32,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope(x, ACTIVATION: tl.constexpr):
-    """The activation's derivative at float32 x."""
+    """Return the derivative of the activation at float32 x."""
     if ACTIVATION == "silu":
         gate = tl.sigmoid(x)
         return gate * (1.0 + x * (1.0 - gate))
@@ -46,17 +46,21 @@ def slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def piece(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C] and the mask of a program in a 2-D grid."""
+    """Return the indices of a program's tile in a 2-D grid over a matrix [rows, columns].
+
+    They are row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C], and the mask [BLOCK_R, BLOCK_C] that is true
+    inside the matrix.
+    """
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     return row, column, (row < rows) & (column < columns)
 
 
 def piece_tile(columns: int) -> Tile:
-    """The tile of a pointwise kernel over rows of `columns` elements."""
+    """Return the tile of a pointwise kernel over rows of `columns` elements. It is at most 1024 columns wide."""
     return row_tile(columns, _MAX_BLOCK)
 
 
 def refuse_activation(activation: str) -> str | None:
-    """The reason that there is no such activation here, or None."""
+    """Return the reason that kernels do not support the activation, or None if they do."""
     return None if activation in ACTIVATIONS else f"activation={activation!r} is not one of {ACTIVATIONS}."

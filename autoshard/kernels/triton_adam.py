@@ -1,14 +1,16 @@
-"""Adam and AdamW of many parameters in one launch: `autoshard::adam_update_` of each, in place.
+"""`autoshard::triton_adam_updates_`: update many parameters in place by Adam or AdamW, in one launch.
 
-Kingma, Ba (2015), algorithm 1; Loshchilov, Hutter (2019) for decoupled weight decay. For a parameter p with gradient g
-(first scaled, and negated to maximise), at step t, in float32:
+It computes `autoshard::adam_update_` for each parameter (Kingma, Ba, 2015, algorithm 1; Loshchilov, Hutter, 2019, for
+decoupled weight decay). Let p be a parameter and g its gradient, first scaled, and negated to maximise. At step t, in
+float32:
 
     coupled:    g' = g + decay p                        decoupled:  p' = p (1 - lr decay)
     m' = m + (1 - beta1) (g' - m),  v' = beta2 v + (1 - beta2) g'^2
     p'' = p' - lr / (1 - beta1^t) m' / (sqrt(v' / (1 - beta2^t)) + eps)
 
-A table on the device has the addresses and sizes of all tensors, and the first block of each. A program finds its
-parameter by bisection. The tensors of a launch have equal dtypes.
+Each parameter is cut into blocks, and each Triton program updates one block. A table on the device has the addresses
+and sizes of all tensors, and the number of each parameter's first block. A program finds its parameter in the table by
+bisection. All parameters of a launch have one dtype, and so have all gradients and all moments.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
-    """Pointers to elements of a tensor of this type, whose address is at addresses_ptr."""
+    """Return pointers to elements `element` of a tensor of Triton type TYPE. addresses_ptr [] has its address."""
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
 
@@ -57,9 +59,14 @@ def adam_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """table_ptr [6, count] int64: addresses of parameters, gradients, first and second moments; elements; first blocks.
+    """Update one block of BLOCK elements of one of `count` parameters.
 
-    The scalar scale_ptr is float32, or None. 2^STEPS >= count. Programs: blocks of all parameters.
+    table_ptr [6, count] int64 has a column for each parameter. Rows 0 to 3 are the addresses of parameters, gradients,
+    first moments and second moments. Row 4 has the numbers of elements. Row 5 has the numbers of the first blocks.
+
+    scale_ptr [] is float32, or None. PARAM, GRAD and STATE are the Triton types of parameters, gradients and moments.
+    `_factors` computes the scalars from step_size to eps. 2^STEPS is at least `count`. The grid has a program for each
+    block of all parameters.
     """
     block = tl.program_id(0)
     found, above = 0, count
@@ -94,7 +101,7 @@ def adam_kernel(
 def why_not_adam_updates(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor]
 ) -> str | None:
-    """The reason that one launch cannot update these tensors, or None."""
+    """Return the reason that one launch cannot update these tensors, or None."""
     for name, group in (("params", params), ("grads", grads), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
         kinds = {(tensor.dtype, tensor.device) for tensor in group}
         if len(group) != len(params) or len(kinds) != 1 or not {dtype for dtype, _ in kinds} <= set(FLOATS):
@@ -116,7 +123,7 @@ def _adam_updates(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """Update in place; tensors that are not contiguous are updated through a copy."""
+    """Update parameters and moments in place. A tensor that is not contiguous is updated through a copy."""
     require("triton_adam_updates_", why_not_adam_updates(params, grads, exp_avgs, exp_avg_sqs))
     written = (params, exp_avgs, exp_avg_sqs)
     ordered = [[tensor.contiguous() for tensor in group] for group in (params, grads, exp_avgs, exp_avg_sqs)]
@@ -148,7 +155,7 @@ def _adam_updates(
 
 
 def _factors(options: dict[str, float], decoupled: bool) -> tuple[float, ...]:
-    """The kernel's scalars, from step_size to eps."""
+    """Return the scalar arguments of `adam_kernel`, from step_size to eps, from the values named in `ADAM_HYPER`."""
     step = options["step"] + 1
     lr, decay = options["lr"], options["weight_decay"]
     step_size = lr / (1 - options["beta1"] ** step)
@@ -176,7 +183,7 @@ adam_updates_ = define(
 
 
 def specimens() -> tuple[Specimen, ...]:
-    """Specialisations for parameters and state in float32, and for parameters in bfloat16."""
+    """Return example compilations of the kernel, for float32 and for bfloat16 parameters, with float32 moments."""
     constants = {"MAXIMIZE": False, "STEPS": 9, "BLOCK": _BLOCK, "GRAD": tl.float32, "STATE": tl.float32}
     types = "*i64 *fp32 i32" + " fp32" * 8
     return tuple(

@@ -1,10 +1,12 @@
 """RMS norm and layer norm fused with the residual additions around them.
 
-    forward:   total = x + residual,  out = norm(total)          (pre-norm blocks: the total is the next residual)
-    backward:  dx = residual_grad + norm's gradient              (of both x and residual)
+    forward:   total = x + residual,  out = norm(total)
+    backward:  dx = dresidual = residual_grad + gradient of total through the norm
 
-The kernels are those of `triton_norm.py`. They replace two forms that models have. One form is torch's fused operators.
-The other is the RMS norm of transformers, in small operators (in float32, with casts around it for narrower dtypes).
+In a pre-norm block, `total` is the residual of the next block, and residual_grad is its gradient from there. The
+kernels are those of `triton_norm.py`. They replace an addition and a norm. The norm is an operator of torch such as
+`aten::_fused_rms_norm`, or the RMS norm of transformers. The latter has the calls pow, mean, rsqrt and mul in float32,
+with casts of narrower dtypes before and after.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _aten = torch.ops.aten
 
 
 def why_not_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_add_rms_norm` does not take these operands, or None."""
     return _refuse(x, residual, weight=weight)
 
 
@@ -44,14 +46,14 @@ def why_not_add_rms_norm_backward(
     weight: Tensor,
     weight_shape: Sequence[int],
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_add_rms_norm_backward` does not take these operands, or None."""
     return _refuse(input, grad_out if residual_grad is None else residual_grad, grad_out=grad_out, weight=weight)
 
 
 def why_not_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_add_layer_norm` does not take these operands, or None."""
     return _refuse(x, residual, weight=weight, bias=bias)
 
 
@@ -64,12 +66,12 @@ def why_not_add_layer_norm_backward(
     weight: Tensor,
     bias: Tensor,
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_add_layer_norm_backward` does not take these operands, or None."""
     return _refuse(input, residual_grad, grad_out=grad_out, weight=weight, bias=bias)
 
 
 def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
-    """The reason that a kernel cannot add `other` to rows of `x`, or None."""
+    """Return the reason that a kernel does not take these dtypes or cannot add `other` to the rows of `x`, or None."""
     reason = refuse_dtypes(x=x, other=other, **tensors)
     if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
         return f"the added tensors have shapes {tuple(x.shape)}, {tuple(other.shape)}, dtypes {x.dtype}, {other.dtype}."
@@ -194,24 +196,24 @@ add_layer_norm_backward = define(
 
 
 def _wide(like: Tensor, x: Any) -> Any:
-    """x in float32, as the forward of a norm of small operators casts it."""
+    """Return `x` cast to float32, as transformers' norm casts its input. `like` has the model's dtype."""
     return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=torch.float32)
 
 
 def _narrow(like: Tensor, x: Any) -> Any:
-    """x in the model's dtype, as the forward casts it back."""
+    """Return `x` cast to the dtype of `like`, as transformers' norm casts its result back."""
     return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=like.dtype)
 
 
 def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
-    """The backward of a cast."""
+    """Return the gradient of a cast: `x` cast to `dtype`, with the arguments that autograd passes."""
     if like.dtype == torch.float32:
         return x
     return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)
 
 
 def written_out(like: Tensor, input: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
-    """transformers' RMS norm: weight (x rsqrt(mean(x^2) + eps)), and the rsqrt."""
+    """Return the RMS norm of transformers, weight (x rsqrt(mean(x^2) + eps)), and the rsqrt."""
     x = _wide(like, input)
     mean = _aten.mean.dim(_aten.pow.Tensor_Scalar(x, 2), [-1], True)
     rstd = _aten.rsqrt.default(_aten.add.Tensor(mean, eps))
@@ -224,7 +226,10 @@ def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any)
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """The backward that autograd derives from `written_out`; the weight's gradient is a sum with `keepdim=True`."""
+    """Return the backward that autograd derives from `written_out`: two addends of dx, and the weight's gradient.
+
+    The weight's gradient is a sum with `keepdim=True`.
+    """
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
     normed = _narrow(like, _aten.mul.Tensor(x, rstd))
@@ -244,7 +249,10 @@ def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: 
 def _added_backward(
     like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
 ) -> tuple[Any, Any]:
-    """Both backwards together. In float32, autograd adds the norm's two parts to the residual's gradient one by one."""
+    """Return dx of norm and addition together, and the weight's gradient.
+
+    In float32, autograd adds the two addends of dx to the residual's gradient one after the other.
+    """
     (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
     if like.dtype == torch.float32:
         return _aten.add.Tensor(_aten.add.Tensor(residual_grad, direct), through), grad_weight
@@ -290,7 +298,7 @@ _BACKWARD = "*bf16 *bf16 {mean} *fp32 *bf16 *bf16 *bf16 *fp32 {bias} i32 i32 i32
 
 
 def forward_specimens(centred: bool, has_x_bias: bool = False) -> tuple[Any, ...]:
-    """Specialisations of the forward with a residual, for layer norm (`centred`) or RMS norm."""
+    """Return example compilations of the forward kernel with a residual, for layer norm (`centred`) or RMS norm."""
     kinds = {True: "*bf16", False: "None"}
     types = _NORM.format(x_bias=kinds[has_x_bias], bias=kinds[centred], mean="*fp32" if centred else "None")
     flags = {"CENTRED": centred, "HAS_X_BIAS": has_x_bias, "HAS_RESIDUAL": True, "HAS_WEIGHT": True}

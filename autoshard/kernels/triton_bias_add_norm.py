@@ -1,10 +1,11 @@
-"""RMS norm and layer norm after the addition of a bias and a residual, as they follow a layer's product.
+"""RMS norm and layer norm fused with the addition of a bias and a residual before them.
 
     total = x + x_bias + residual,  out = norm(total)
 
-If x is a product of which each rank has an addend, these operators follow the reduce-scatter or all-reduce. One kernel
-then runs from the collective's result to the next layer's input. The kernel is that of `triton_norm.py`. The backward
-is that of `triton_add_norm.py`, because the bias's gradient is a sum of the residual's.
+x is the matrix product of a linear layer with the bias x_bias. With tensor parallelism, the additions follow the
+reduce-scatter or all-reduce of x. Then one kernel computes all from the collective's result to the next layer's input.
+The kernel is that of `triton_norm.py`. The backward is that of `triton_add_norm.py`, because the gradient of x_bias is
+the sum of the residual's gradient over rows.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _aten = torch.ops.aten
 def why_not_bias_add_rms_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_bias_add_rms_norm` does not take these operands, or None."""
     return _refuse(x, x_bias, residual, weight=weight)
 
 
 def why_not_bias_add_layer_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_bias_add_layer_norm` does not take these operands, or None."""
     return _refuse(x, x_bias, residual, weight=weight, bias=bias)
 
 
@@ -101,7 +102,7 @@ bias_add_layer_norm = define(
 
 
 def _total(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
-    """x is the result of a product: rows, which get the residual's shape after the bias is added."""
+    """Add the bias to x [rows, columns], reshape the sum to the shape of `like`, and add the residual."""
     biased = _aten.reshape.default(_aten.add.Tensor(x, x_bias), list(like.shape))
     return _aten.add.Tensor(biased, residual)
 
@@ -111,7 +112,7 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """A form with this sum and torch's layer norm."""
+    """Return a function for `Form.compose`: the sum that `total` makes, then torch's layer norm."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -122,7 +123,7 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """A form with this sum and torch's RMS norm."""
+    """Return a function for `Form.compose`: the sum that `total` makes, then torch's RMS norm."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -133,7 +134,7 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """A form with this sum and the small operators of transformers' RMS norm."""
+    """Return a function for `Form.compose`: the sum that `total` makes, then the RMS norm of transformers."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)

@@ -1,12 +1,14 @@
-"""Cross-entropy of each row in one pass over the logits, and a backward that may overwrite them.
+"""`autoshard::cross_entropy` and its backward as Triton kernels.
 
-The formulas are those of `cross_entropy.py`. The forward walks a row in blocks (Milakov, Gimelshein, "Online normalizer
-calculation for softmax", 2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
+The forward reads the logits once. The backward may overwrite the logits with their gradient. The formulas are those of
+`cross_entropy.py`. The forward walks a row in blocks (Milakov, Gimelshein, "Online normalizer calculation for softmax",
+2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
 
     m' = max(m, max x),  s' = s exp(m - m') + sum_c exp(x_c - m'),  lse = m + log s
 
-Logits may also come in chunks of classes, one launch each (`triton_linear_cross_entropy.py`). Then the log-sum-exp and
-the target's worth, (1 - e) x_t + (e / C) sum_c x_c, are carried from chunk to chunk. The last launch gives the loss.
+Logits may also come in chunks of classes, one launch for each chunk (`triton_linear_cross_entropy.py`). Then two
+numbers of each row are carried from chunk to chunk: the log-sum-exp, and the target's worth,
+(1 - e) x_t + (e / C) sum_c x_c. The loss is their difference after the last launch.
 
 A target that is neither a class nor `ignore_index` gives NaN, in the loss and in the row's gradient.
 """
@@ -46,10 +48,12 @@ def cross_entropy_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """logits_ptr [rows, columns], of the classes from `first` on; target_ptr [rows] int64; loss_ptr, lse_ptr and
-    worth_ptr [rows] float32, the last two read if first > 0; worth_ptr is None if one chunk has all classes.
+    """Compute loss and log-sum-exp of rows, over all chunks of classes up to this one.
 
-    STEPS blocks of BLOCK_C cover the columns.
+    The chunk logits_ptr [rows, columns] has the classes from `first` on. All chunks together have `classes` classes.
+    The targets target_ptr [rows] are int64. The results loss_ptr, lse_ptr and worth_ptr [rows] are float32. If
+    first > 0, lse_ptr and worth_ptr hold the values of the earlier chunks. If one chunk has all classes, worth_ptr is
+    None. STEPS blocks of BLOCK_C cover the columns.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
@@ -108,8 +112,11 @@ def cross_entropy_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_loss_ptr, target_ptr, lse_ptr [rows]; logits_ptr, grad_ptr [rows, columns], may be the same, of the classes
-    from `first` on."""
+    """Write the gradient of a tile of logits.
+
+    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be the same.
+    They have the classes from `first` on. All chunks together have `classes` classes.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -127,10 +134,10 @@ def cross_entropy_backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The classes of some logits.
+    """The position of a chunk of logits among all classes.
 
     Args:
-        first: the first class.
+        first: the number of the chunk's first class.
         classes: the number of classes in all chunks.
     """
 
@@ -148,15 +155,15 @@ def cross_entropy_into(
     chunk: Chunk,
     worth: Tensor | None = None,
 ) -> None:
-    """Loss and log-sum-exp of the chunks of classes up to this one.
+    """Write loss and log-sum-exp of each row, over all chunks of classes up to this one, into `loss` and `lse`.
 
     Args:
-        loss, lse: [N] float32, contiguous; overwritten; lse is read except for the first chunk.
-        logits: [N, columns], adjacent columns.
+        loss, lse: [N] float32, contiguous. Overwritten. After the first chunk, `lse` is also read.
+        logits: [N, columns], with stride 1 along columns.
         target: [N], contiguous.
-        ignore_index, label_smoothing: see `autoshard::cross_entropy`.
-        chunk: the classes of the logits; pass chunks in order.
-        worth: [N] float32, carried from chunk to chunk; None if there is only one.
+        ignore_index, label_smoothing: arguments of `autoshard::cross_entropy`.
+        chunk: the classes of the logits. Chunks must come in order.
+        worth: [N] float32, written and read from chunk to chunk. None if there is only one chunk.
     """
     rows, columns = logits.shape
     tile = row_tile(columns, _MAX_BLOCK)
@@ -184,13 +191,13 @@ def cross_entropy_backward_into(
     label_smoothing: float,
     chunk: Chunk,
 ) -> None:
-    """Write the gradient of a chunk's logits to `grad` [N, columns], which may be the logits themselves.
+    """Write the gradient of a chunk's logits into `grad`, which may be `logits` itself.
 
     Args:
-        grad: [N, columns], adjacent columns; overwritten.
-        grad_loss, target, lse: [N], contiguous; lse is that of all classes.
-        logits: [N, columns], adjacent columns.
-        ignore_index, label_smoothing: see `cross_entropy_into`.
+        grad: [N, columns], with stride 1 along columns. Overwritten.
+        grad_loss, target, lse: [N], contiguous. `lse` is the log-sum-exp over all classes.
+        logits: [N, columns], with stride 1 along columns.
+        ignore_index, label_smoothing: arguments of `autoshard::cross_entropy`.
         chunk: the classes of the logits.
     """
     rows, columns = logits.shape
@@ -209,14 +216,14 @@ def cross_entropy_backward_into(
 
 
 def why_not_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> str | None:
-    """The reason that the kernel cannot replace `autoshard::cross_entropy`, or None."""
+    """Return the reason that the kernel cannot replace `autoshard::cross_entropy`, or None."""
     return refuse_dtypes(logits=logits)
 
 
 def why_not_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """The reason that the kernel cannot replace `autoshard::cross_entropy_backward`, or None."""
+    """Return the reason that the kernel cannot replace `autoshard::cross_entropy_backward`, or None."""
     return refuse_dtypes(grad_loss=grad_loss, logits=logits, lse=lse)
 
 
@@ -271,7 +278,7 @@ triton_cross_entropy_backward = define(
 
 
 def forward_specimens(*, chunked: bool) -> tuple[Specimen, ...]:
-    """Specialisations of the forward, for logits of all classes or of a chunk."""
+    """Return example compilations of the forward kernel, for logits of all classes, or of a chunk if `chunked`."""
     worth = "*fp32" if chunked else "None"
     return tuple(
         specimen(

@@ -1,4 +1,4 @@
-"""Dropout with a mask from Philox at the global index: the same bits as in `dropout.py`.
+"""`autoshard::dropout` as a Triton kernel, with the same random bits as in `dropout.py`.
 
 Srivastava et al., "Dropout" (JMLR 2014); Salmon et al., "Parallel random numbers" (SC 2011).
 """
@@ -42,10 +42,11 @@ def dropout_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, out_ptr [rows, columns] with rows = [*, size_1, size_2]; seed_ptr [] int64.
+    """Drop or scale a tile of x.
 
-    Row (i, j, k), column l has global index start + i step_0 + j step_1 + k step_2 + l. An element is
-    dropped if its random word is below `threshold`, else multiplied by `scale`.
+    x_ptr and out_ptr are [rows, columns], and rows stand for dims [*, size_1, size_2]. seed_ptr [] is int64. Row
+    (i, j, k) and column l has the global index start + i step_0 + j step_1 + k step_2 + l. An element is dropped if its
+    random word is below `threshold`. Otherwise it is multiplied by `scale`.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -66,7 +67,7 @@ def dropout_kernel(
 def why_not_dropout(
     x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> str | None:
-    """The reason that the kernel cannot replace `autoshard::dropout`, or None. Inspects only `x`."""
+    """Return the reason that the kernel cannot replace `autoshard::dropout`, or None. Only `x` is inspected."""
     if not 1 <= x.dim() <= _MAX_DIMS:
         return f"x has {x.dim()} dims; the kernel takes 1 to {_MAX_DIMS}."
     return refuse_dtypes(x=x)
@@ -100,7 +101,12 @@ def _dropout(
 def _place(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
-    """Sizes of four dims, global steps of the first three, and the global index of the first element."""
+    """Return a shard's position in the global array, with dims of size 1 in front to make four dims.
+
+    Returns:
+        The sizes of the four dims of the shard. The strides of the first three dims in the row-major global array. The
+        global number of the shard's first element.
+    """
     missing = _MAX_DIMS - len(shape)
     sizes = [*[1] * missing, *shape]
     wholes = [*[1] * missing, *global_shape]

@@ -1,7 +1,7 @@
-"""Gated linear units: activation(gate) up, in one pass, forward and backward.
+"""Gated linear units, activation(gate) up, and their backward, each in one kernel that reads its operands once.
 
-Shazeer, "GLU variants improve transformer" (2020): SwiGLU with silu, GeGLU with gelu. Only gate and up are saved for
-the backward. With the activation a:
+Shazeer, "GLU variants improve transformer" (2020): SwiGLU with silu, GeGLU with gelu. The backward needs only gate and
+up. With the activation a:
 
     out = a(gate) up,    dgate = dout up a'(gate),    dup = dout a(gate)
 """
@@ -36,7 +36,7 @@ def gated_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """gate_ptr, up_ptr, out_ptr [rows, columns]; out_ptr is contiguous."""
+    """Compute a tile of activation(gate) up. gate_ptr, up_ptr, out_ptr are [rows, columns]. out_ptr is contiguous."""
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -59,7 +59,10 @@ def gated_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """All pointers [rows, columns]; grad_gate_ptr and grad_up_ptr are contiguous."""
+    """Compute a tile of the gradients of gate and up.
+
+    All pointers are [rows, columns]. grad_gate_ptr and grad_up_ptr are contiguous.
+    """
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     grad_out = tl.load(grad_out_ptr + row * grad_out_stride + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -70,12 +73,12 @@ def gated_backward_kernel(
 
 
 def why_not_gated(gate: Tensor, up: Tensor, activation: str) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_gated` does not take these operands, or None."""
     return _refuse(activation, gate=gate, up=up)
 
 
 def why_not_gated_backward(grad_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_gated_backward` does not take these operands, or None."""
     return _refuse(activation, gate=gate, up=up, grad_out=grad_out)
 
 

@@ -1,8 +1,9 @@
-"""Gelu of x + bias in one pass, forward and backward; the formulas are those of `triton_activations.py`.
+"""Gelu of x + bias, and its backward, each in one kernel that reads its operands once.
 
     out = gelu(x + bias),    dx = dout gelu'(x + bias)
 
-The bias's gradient, the sum of dx over rows, stays a separate operator.
+The formulas of gelu are in `triton_activations.py`. The gradient of the bias, the sum of dx over rows, stays a separate
+operator.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def bias_gelu_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, out_ptr [rows, columns], out_ptr contiguous; bias_ptr [columns]."""
+    """Compute a tile of gelu(x + bias).
+
+    x_ptr and out_ptr are [rows, columns], and out_ptr is contiguous. bias_ptr is [columns].
+    """
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -57,7 +61,10 @@ def bias_gelu_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_out_ptr, x_ptr, grad_ptr [rows, columns], grad_ptr contiguous; bias_ptr [columns]."""
+    """Compute a tile of the gradient of x.
+
+    grad_out_ptr, x_ptr and grad_ptr are [rows, columns], and grad_ptr is contiguous. bias_ptr is [columns].
+    """
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     grad_out = tl.load(grad_out_ptr + row * grad_out_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -66,12 +73,12 @@ def bias_gelu_backward_kernel(
 
 
 def why_not_bias_gelu(x: Tensor, bias: Tensor, shape: Sequence[int], activation: str) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_bias_gelu` does not take these operands, or None."""
     return _refuse(x, bias, activation) or _refuse_shape("shape", shape, x)
 
 
 def why_not_bias_gelu_backward(grad_out: Tensor, x: Tensor, bias: Tensor, activation: str) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_bias_gelu_backward` does not take these operands, or None."""
     reason = _refuse(x, bias, activation) or _refuse_shape("grad_out", grad_out.shape, x)
     return reason or refuse_dtypes(grad_out=grad_out)
 
@@ -84,7 +91,7 @@ def _refuse(x: Tensor, bias: Tensor, activation: str) -> str | None:
 
 
 def _refuse_shape(name: str, shape: Sequence[int], x: Tensor) -> str | None:
-    """Check that a shape has the same rows as x; return the reason if it has not."""
+    """Return the reason that a tensor of `shape` does not have as many and as long rows as x, or None."""
     if len(shape) > 0 and shape[-1] == x.shape[-1] and torch.Size(shape).numel() == x.numel():
         return None
     return f"{name}={tuple(shape)} does not have the rows of x={tuple(x.shape)}."
@@ -161,7 +168,7 @@ def _add_of(rank_changes: bool) -> Any:
 
 
 def _forward_form(rank_changes: bool, activation: str) -> Form:
-    """gelu(x + bias); the sum may be reshaped before the gelu."""
+    """Return the form gelu(x + bias). If `rank_changes`, the sum is reshaped before the gelu."""
     add = _add_of(rank_changes)
 
     def compose(like: Tensor, x: Any, bias: Any) -> Any:

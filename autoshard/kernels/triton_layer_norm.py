@@ -1,4 +1,4 @@
-"""Layer norm in one pass, forward and backward: `aten::native_layer_norm` by the kernels of `triton_norm.py`."""
+"""`aten::native_layer_norm` and its backward, computed by the kernels of `triton_norm.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoshard.kernels.triton_norm import (
 def why_not_layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """The reason that the kernel cannot replace `aten::native_layer_norm`, or None."""
+    """Return the reason that the kernel cannot replace `aten::native_layer_norm`, or None."""
     reason = refuse_dtypes(input=input, weight=weight, bias=bias)
     return reason or refuse_columns(math.prod(normalized_shape))
 
@@ -38,7 +38,7 @@ def why_not_layer_norm_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> str | None:
-    """The reason that the kernel cannot replace `aten::native_layer_norm_backward`, or None."""
+    """Return the reason that the kernel cannot replace `aten::native_layer_norm_backward`, or None."""
     reason = refuse_dtypes(grad_out=grad_out, input=input, mean=mean, rstd=rstd, weight=weight, bias=bias)
     return reason or refuse_columns(math.prod(normalized_shape))
 

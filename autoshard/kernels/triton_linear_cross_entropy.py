@@ -1,14 +1,17 @@
-"""Cross-entropy of a linear layer's results, which computes the logits chunk by chunk and never holds all of them.
+"""Cross-entropy fused with the linear layer before it, so that not all logits are in memory at one time.
 
-Wijmans et al., "Cut your losses in large-vocabulary language models" (ICLR 2025), section 4. They tile inside a kernel;
-here a chunk of classes is one product of the device's own library. For x [N, K], w [C, K] and the classes c of a chunk:
+The logits are computed one chunk of classes after another. Wijmans et al., "Cut your losses in large-vocabulary
+language models" (ICLR 2025), section 4, tile inside a kernel. Here, cuBLAS (or the device's own library) computes the
+matrix product of a chunk. For x [N, K], w [C, K] and the classes c of a chunk:
 
     forward:   z = x w_c^T,  lse' = log(exp(lse) + sum_c exp(z)),  worth' = worth + (1 - e) z_t + (e / C) sum_c z
     backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
 
-A chunk has as many classes as x has features, but at least `LEAST_CLASSES`. For wide x, its logits take the memory of
-x. With chunks of classes instead of rows, each row of dw belongs to one chunk, so only dx is summed, in float32. The
-backward computes the logits a second time: four products instead of three.
+lse and worth are carried from chunk to chunk, and the loss is lse - worth (`triton_cross_entropy.py`). A chunk has as
+many classes as x has features, but at least `LEAST_CLASSES`. So for many features, the logits of a chunk take as much
+memory as x. Chunks are classes and not rows of x, so that each row of dw belongs to one chunk. Only dx is summed over
+chunks, in float32. The backward computes the logits a second time, so it needs four matrix products in all instead of
+three.
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ from autoshard.kernels.triton_cross_entropy import (
 
 _aten = torch.ops.aten
 LEAST_CLASSES = 4096
-"""The least number of classes per chunk. Smaller chunks make more launches than a host can do in time (GPT-2: 50)."""
+"""The least number of classes in a chunk. GPT-2 would otherwise have 50 chunks, which no host launches in time."""
 
 
 def chunk_classes(depth: int) -> int:
-    """The number of classes per chunk for a layer with `depth` features."""
+    """Return the number of classes in a chunk, for a layer with `depth` input features."""
     return max(LEAST_CLASSES, triton.next_power_of_2(depth))
 
 
 def why_not_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_linear_cross_entropy` does not take these operands, or None."""
     shapes = f"hidden={tuple(hidden.shape)}, weight={tuple(weight.shape)}, target={tuple(target.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or 0 in (*hidden.shape, *weight.shape):
         return f"the kernel takes hidden [..., K] and weight [C, K], not empty; found {shapes}."
@@ -68,13 +71,16 @@ def why_not_linear_cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_linear_cross_entropy_backward` does not take these operands, or None."""
     reason = why_not_linear_cross_entropy(hidden, weight, target, ignore_index, label_smoothing)
     return reason or refuse_dtypes(grad_loss=grad_loss, lse=lse)
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
-    """Each chunk, its classes, and their logits [N, classes]; all chunks share the memory of the logits."""
+    """Yield each chunk, the slice of its classes, and their logits [N, classes of the chunk].
+
+    All chunks share the memory of the logits. The next chunk overwrites it.
+    """
     classes, depth = weight.shape
     size = chunk_classes(depth)
     memory = x.new_empty((len(x), size))
@@ -156,7 +162,7 @@ linear_cross_entropy_backward = define(
 
 
 def _product(x: Any, weight: Any, *, is_wide: bool) -> Any:
-    """The logits x w^T, converted to float32 for the loss if `is_wide`, as in transformers."""
+    """Return the logits x w^T. If `is_wide`, they are cast to float32 for the loss, as in transformers."""
     logits = _aten.mm.default(x, _aten.t.default(weight))
     return _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
 
@@ -178,12 +184,12 @@ def _narrow(like: Tensor, grad: Any, *, is_wide: bool) -> Any:
 
 
 def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    """The gradients of x and the weight from the gradient of the logits."""
+    """Return the gradients of x and the weight, from the gradient of the logits."""
     return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
 
 
 def _rows_forward(*, is_wide: bool) -> Form:
-    """The form for hidden [N, K]."""
+    """Return the form of the forward for hidden [N, K]. `is_wide`: the logits are cast to float32."""
 
     def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
         return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
@@ -204,7 +210,10 @@ def _rows_backward(*, is_wide: bool) -> Form:
 
 
 def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """hidden [B, S, K] as rows, and its logits [B S, C], reshaped through [B, S, C]."""
+    """Return hidden [B, S, K] reshaped to rows [B S, K], and their logits [B S, C], as models compute them.
+
+    The logits are first reshaped to [B, S, C]. If `is_wide`, they are cast to float32.
+    """
     batch, length, rows, depth, classes = sizes
     x = _aten.reshape.default(hidden, [rows, depth])
     logits = _aten.mm.default(x, _aten.t.default(weight))
@@ -215,7 +224,7 @@ def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide
 
 
 def _sequence_forward(*, is_wide: bool) -> Form:
-    """The form for hidden [B, S, K]."""
+    """Return the form of the forward for hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
 
     def compose(
         like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
@@ -241,7 +250,10 @@ def _sequence_backward(*, is_wide: bool) -> Form:
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
-    """A dim of hidden [B, S, K]; None if hidden has another number of dims."""
+    """Return a function from the kernel's arguments to the size of dim `index` of hidden [B, S, K].
+
+    The function returns None if hidden has another number of dims.
+    """
 
     def compute(arguments: Mapping[str, Any]) -> object:
         shape = arguments["hidden"].shape

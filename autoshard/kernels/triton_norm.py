@@ -1,14 +1,14 @@
-"""The common part of layer norm and RMS norm: one forward and one backward kernel, each reading its input once.
+"""One forward and one backward kernel for both layer norm and RMS norm. Each kernel reads its input once.
 
 Ba, Kiros, Hinton, "Layer normalization" (2016); Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019).
-For a row x of C columns (after a residual is added, if there is one), n = (x - mean) rstd and g = dout w. RMS norm has
-mean = 0 and lacks the term with the mean of g:
+Let x be a row of C columns, after a bias and a residual are added, if given. Let n = (x - mean) rstd and g = dout w.
+RMS norm has mean = 0, and its dx lacks the term mean_c g:
 
     mean = mean_c x_c,  rstd = 1 / sqrt(mean_c (x_c - mean)^2 + eps),  out = n w + b
     dx   = rstd (g - mean_c g - n mean_c(g n)),  dw = sum over rows of dout n,  db = sum over rows of dout
 
-Each program of the backward walks many rows, and keeps one partial dw and db; these are summed at the end, in a fixed
-order.
+Each program of the backward walks many rows, and sums dw and db over them. The sums of all programs are added after the
+kernel, in a fixed order.
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ def norm_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, residual_ptr, out_ptr, total_ptr [rows, columns], the last two contiguous; x_bias_ptr, weight_ptr,
-    bias_ptr [columns]; mean_ptr, rstd_ptr [rows] float32. total_ptr receives x + x_bias + residual."""
+    """Normalise a block of rows of x + x_bias + residual, and store the sum in total_ptr if there is a residual.
+
+    The matrices x_ptr, residual_ptr, out_ptr and total_ptr are [rows, columns], the last two contiguous. The vectors
+    x_bias_ptr, weight_ptr and bias_ptr are [columns]. The statistics mean_ptr and rstd_ptr [rows] are float32. CENTRED
+    selects layer norm. BLOCK_C is at least `columns`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -103,10 +107,12 @@ def norm_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_out_ptr, x_ptr, residual_grad_ptr, grad_ptr [rows, columns], the last contiguous.
+    """Compute the gradient of x plus residual_grad, and each program's sums for the gradients of weight and bias.
 
-    mean_ptr, rstd_ptr [rows]; weight_ptr [columns]; grad_weight_ptr, grad_bias_ptr [programs, columns] float32. Program
-    i sums row blocks i, i + programs, ... The values at residual_grad_ptr are added to the gradient.
+    The matrices grad_out_ptr, x_ptr, residual_grad_ptr and grad_ptr are [rows, columns], the last contiguous. The
+    statistics mean_ptr and rstd_ptr are [rows], and weight_ptr is [columns]. The sums grad_weight_ptr and grad_bias_ptr
+    [programs, columns] are float32. Program i computes the row blocks i, i + programs, i + 2 programs and so on, STEPS
+    blocks in all.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_C)
@@ -161,15 +167,16 @@ def norm_forward(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> None:
-    """Normalise rows of `columns` elements of x (+ x_bias) (+ residual): layer norm if `mean` is given, else RMS norm.
+    """Normalise the rows of x + x_bias + residual, by layer norm if `mean` is given, else by RMS norm.
 
     Args:
-        x, residual: any shape of rows.
+        x, residual: tensors of rows, of any shape. `residual` may be None.
         columns: elements of a row.
-        x_bias, weight, bias: tensors with a row's shape, or None.
-        eps: added to the mean square.
-        out, total: contiguous, overwritten by the result and by x + x_bias + residual.
-        rstd, mean: float32, one element per row, overwritten.
+        weight, bias, x_bias: tensors with a row's elements, or None.
+        eps: added to the mean of squares.
+        out: contiguous, overwritten with the result.
+        rstd, mean: float32 with one element for each row, overwritten.
+        total: contiguous, overwritten with x + x_bias + residual. Needed with a residual.
     """
     rows = as_rows(x, columns)
     added = None if residual is None else as_rows(residual, columns)
@@ -204,12 +211,14 @@ def norm_backward(
     grad_weight: Tensor | None = None,
     grad_bias: Tensor | None = None,
 ) -> None:
-    """Write the gradients of `norm_forward`'s input (plus `residual_grad`), weight and bias into the given tensors.
+    """Write the gradients of `norm_forward` with respect to its normalised rows, weight and bias into given tensors.
 
     Args:
-        grad_out, x, residual_grad: tensors of one shape, rows of `columns` elements.
-        weight, rstd, mean: see `norm_forward`.
-        grad, grad_weight, grad_bias: contiguous, overwritten; None if not needed.
+        grad_out, x, residual_grad: tensors of one shape. `x` has the rows that were normalised. `residual_grad` is
+            added to their gradient, or None.
+        columns: elements of a row.
+        weight, rstd, mean: arguments of `norm_forward`.
+        grad, grad_weight, grad_bias: contiguous, overwritten. None if the gradient is not needed.
     """
     rows, grads = as_rows(x, columns), as_rows(grad_out, columns)
     others = None if residual_grad is None else as_rows(residual_grad, columns)
@@ -242,7 +251,7 @@ def norm_backward(
 
 
 def statistics_of(x: Tensor, dims: int) -> Tensor:
-    """An empty float32 tensor with one element per row; a row spans `x`'s last `dims` dims."""
+    """Return an empty float32 tensor with one element for each row of `x`. A row spans the last `dims` dims."""
     return x.new_empty((*x.shape[: x.dim() - dims], *(1,) * dims), dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""RMS norm in one pass, forward and backward: `aten::_fused_rms_norm` by the kernels of `triton_norm.py`."""
+"""`aten::_fused_rms_norm` and its backward, computed by the kernels of `triton_norm.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoshard.kernels.triton_norm import (
 def why_not_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """The reason that the kernel cannot replace `aten::_fused_rms_norm`, or None."""
+    """Return the reason that the kernel cannot replace `aten::_fused_rms_norm`, or None."""
     return refuse_dtypes(input=input, weight=weight) or refuse_columns(math.prod(normalized_shape))
 
 
@@ -35,7 +35,7 @@ def why_not_rms_norm_backward(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> str | None:
-    """The reason that the kernel cannot replace `aten::_fused_rms_norm_backward`, or None."""
+    """Return the reason that the kernel cannot replace `aten::_fused_rms_norm_backward`, or None."""
     reason = refuse_dtypes(grad_out=grad_out, input=input, rstd=rstd, weight=weight)
     return reason or refuse_columns(math.prod(normalized_shape))
 

@@ -1,12 +1,12 @@
-"""Rotary embedding of queries and keys in one launch, and its inverse, which is the backward.
+"""Rotary embedding of queries and keys in one launch. The same kernel computes the inverse rotation for the backward.
 
-Su et al., "RoFormer" (2021), section 3.4.2. Elements i and j of a head form a pair, which is rotated by an angle. The
-angle's cosine and sine are given at both positions (for halves, j = i + D/2; interleaved, j = i + 1 with i even):
+Su et al., "RoFormer" (2021), section 3.4.2. Elements i and j of a head form a pair, which is rotated by an angle. In
+halves, j = i + D/2. Interleaved, i is even and j = i + 1. cos and sin have the angle's cosine and sine at both i and j:
 
     forward:  y_i = x_i cos_i - x_j sin_i,    y_j = x_j cos_j + x_i sin_j
     inverse:  x_i = y_i cos_i + y_j sin_j,    x_j = y_j cos_j - y_i sin_i      (the transpose)
 
-Positions are part of cos and sin, so a shard of the sequence passes its own rows of them.
+cos and sin have a row for each position. So a rank with a shard of the sequence passes the rows of its own positions.
 """
 
 from __future__ import annotations
@@ -69,9 +69,11 @@ def rotary_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """q_ptr [B, H, S, D], k_ptr [B, G, S, D], with adjacent elements of a head; q_out_ptr, k_out_ptr contiguous.
+    """Rotate BLOCK_S positions of one head of q or k.
 
-    Tensors cos_ptr, sin_ptr [1 or B, S, D], the last two dims contiguous. Programs: blocks of S, heads of q, then k, B.
+    The queries q_ptr and q_out_ptr are [B, H, S, D]. The keys k_ptr and k_out_ptr are [B, G, S, D]. D has stride 1, and
+    the results are contiguous. The angles' cos_ptr and sin_ptr are [1 or B, S, D], the last two dims contiguous. The
+    grid has three axes: blocks of S, the heads of q and then of k, and B.
     """
     row = (tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
     head = tl.program_id(1).to(tl.int64)
@@ -96,7 +98,7 @@ def rotary_kernel(
 
 
 def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_rotary` does not take these operands, or None."""
     reason = refuse_dtypes(q=q, k=k, cos=cos, sin=sin)
     if reason is not None:
         return reason
@@ -147,7 +149,7 @@ rotary = define(
 
 
 def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    """transformers' apply_rotary_pos_emb: x cos + rotate_half(x) sin."""
+    """Return q and k rotated as by `apply_rotary_pos_emb` of transformers, x cos + rotate_half(x) sin."""
     half = like.shape[-1] // 2
 
     def rotate(x: Any) -> Any:
@@ -159,7 +161,7 @@ def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]
 
 
 def _halves_backward(like: Tensor, q: Any, k: Any, cos: Any, sin: Any, k_heads: Any) -> tuple[Any, Any]:
-    """The backward that autograd derives from `_halves`; here q and k are gradients."""
+    """Return the gradients that autograd derives from `_halves`. Here q and k are the gradients of its results."""
     batch, heads, length, size = like.shape
     half = size // 2
 

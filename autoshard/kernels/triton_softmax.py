@@ -1,7 +1,7 @@
-"""Softmax over the last dim in one pass, forward and backward.
+"""Softmax over the last dim, and its backward, each in one kernel that reads its operands once.
 
-For a row x, y = softmax(x). One pass over memory suffices if a row is held on chip (Milakov, Gimelshein, "Online
-normalizer calculation for softmax", 2018):
+A program holds whole rows on chip, so it reads memory once (Milakov, Gimelshein, "Online normalizer calculation for
+softmax", 2018). For a row x and y = softmax(x):
 
     y_c  = exp(x_c - max x) / sum_c exp(x_c - max x)
     dx_c = y_c (dy_c - sum_c dy_c y_c)
@@ -30,7 +30,10 @@ def softmax_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, out_ptr: [rows, columns], adjacent columns. A program computes BLOCK_R rows; BLOCK_C >= columns."""
+    """Compute the softmax of BLOCK_R rows.
+
+    x_ptr and out_ptr are [rows, columns], with stride 1 along columns. BLOCK_C is at least `columns`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < rows) & (column < columns)
@@ -55,7 +58,10 @@ def softmax_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_out_ptr, out_ptr, grad_ptr: [rows, columns], adjacent columns. BLOCK_C >= columns."""
+    """Compute the gradient of the softmax's input for BLOCK_R rows. out_ptr has the softmax.
+
+    grad_out_ptr, out_ptr and grad_ptr are [rows, columns], with stride 1 along columns. BLOCK_C is at least `columns`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < rows) & (column < columns)
@@ -66,7 +72,7 @@ def softmax_backward_kernel(
 
 
 def softmax_into(x: Tensor, out: Tensor) -> None:
-    """Write the softmax of the rows of `x` [rows, columns] to `out` [rows, columns]; both with adjacent columns."""
+    """Write the softmax of each row of `x` into `out`. Both are [rows, columns], with stride 1 along columns."""
     rows, columns = x.shape
     tile = row_tile(columns)
     launch(
@@ -81,7 +87,10 @@ def softmax_into(x: Tensor, out: Tensor) -> None:
 
 
 def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
-    """Write the gradient of softmax's input to `grad`; all are [rows, columns] with adjacent columns."""
+    """Write the gradient of the softmax's input into `grad`. `out` is the softmax, and `grad_out` its gradient.
+
+    All three are [rows, columns], with stride 1 along columns.
+    """
     rows, columns = out.shape
     tile = row_tile(columns)
     launch(
@@ -96,12 +105,12 @@ def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
 
 
 def why_not_softmax(x: Tensor, dim: int, half_to_float: bool) -> str | None:
-    """The reason that the kernel cannot replace `aten::_softmax`, or None."""
+    """Return the reason that the kernel cannot replace `aten::_softmax`, or None."""
     return _refuse_dim(x, dim) or refuse_dtypes(x=x) or refuse_columns(x.shape[-1])
 
 
 def why_not_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> str | None:
-    """The reason that the kernel cannot replace `aten::_softmax_backward_data`, or None."""
+    """Return the reason that the kernel cannot replace `aten::_softmax_backward_data`, or None."""
     reason = refuse_dtypes(grad_output=grad_output, output=output)
     return _refuse_dim(output, dim) or reason or refuse_columns(output.shape[-1])
 

@@ -1,4 +1,7 @@
-"""The local parts of cross-entropy over a split vocabulary (`split_cross_entropy.py`), each in one pass over logits."""
+"""`autoshard::split_cross_entropy` and its backward as Triton kernels, each of which reads the logits once.
+
+They compute a rank's share of cross-entropy over a split vocabulary. The formulas are in `split_cross_entropy.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,11 @@ def split_cross_entropy_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """logits_ptr [rows, columns]; top_ptr, total_ptr, expected_ptr [rows] float32.
+    """Compute the sums of exponentials and the targets' logits of BLOCK_R rows.
 
-    indices_ptr [rows] int64 within the columns; elsewhere_ptr [rows] int8. STEPS blocks of BLOCK_C cover the columns.
+    The logits logits_ptr are [rows, columns]. The vectors top_ptr, total_ptr and expected_ptr [rows] are float32. The
+    targets indices_ptr [rows] are int64, within the columns. The flags elsewhere_ptr [rows] are int8. STEPS blocks of
+    BLOCK_C cover the columns.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < rows
@@ -77,9 +82,11 @@ def split_cross_entropy_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """logits_ptr, grad_ptr [rows, columns], the last contiguous; lse_ptr, scale_ptr [rows] float32.
+    """Compute a tile of the gradient of the logits.
 
-    indices_ptr [rows] int64 within the columns; elsewhere_ptr, ignored_ptr [rows] int8.
+    The matrices logits_ptr and grad_ptr are [rows, columns], the last contiguous. The vectors lse_ptr and scale_ptr
+    [rows] are float32. The targets indices_ptr [rows] are int64, within the columns. The flags elsewhere_ptr and
+    ignored_ptr [rows] are int8.
     """
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     x = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=-float("inf")).to(tl.float32)
@@ -96,7 +103,7 @@ def split_cross_entropy_backward_kernel(
 def why_not_split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_split_cross_entropy` does not take these operands, or None."""
     return _refuse(logits, {"top": top, "indices": indices, "elsewhere": elsewhere}, {"top": top})
 
 
@@ -110,7 +117,7 @@ def why_not_split_cross_entropy_backward(
     correction: float,
     shift: float,
 ) -> str | None:
-    """The reason that the kernel does not take these operands, or None."""
+    """Return the reason that `triton_split_cross_entropy_backward` does not take these operands, or None."""
     rows = {"lse": lse, "scale": scale, "indices": indices, "elsewhere": elsewhere, "is_ignored": is_ignored}
     return _refuse(logits, rows, {"lse": lse, "scale": scale})
 
@@ -176,7 +183,7 @@ def _split_cross_entropy_backward(
 
 
 def _bytes(flags: Tensor) -> Tensor:
-    """Flags as int8, which every version of Triton can load; no copy."""
+    """Return a bool tensor as contiguous int8, because not every version of Triton can load bools."""
     return flags.contiguous().view(torch.int8)
 
 

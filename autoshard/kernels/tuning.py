@@ -1,19 +1,20 @@
-"""Measured block sizes: `triton.autotune` chooses among a heuristic's neighbours, once per class of launches.
+"""Tunes block sizes and warps of Triton kernels: measures candidates with `triton.autotune`, and uses the fastest.
 
-Tuning is off by default; `tune_kernels` or the variable AUTOSHARD_TUNE turn it on. It needs a GPU: a kernel in Triton's
-interpreter is only tuned with a given timer. Measurements are kept in a folder (`tuning_store.py`), from which later
-processes read them.
+The candidates are the default launch configuration and its neighbours (`candidates.py`). A kernel is measured once for
+each key, such as the dtypes and rounded sizes of its arguments. Tuning is off by default. `tune_kernels` or the
+variable AUTOSHARD_TUNE turn it on. It needs a GPU. A kernel in Triton's interpreter is only tuned with a given timer.
+Measurements are kept in a folder (`tuning_store.py`), from which later processes read them.
 
-*Results.* Every candidate computes the same function; sums over other blocks may differ in the last place. A kernel
-runs many times while it is measured, so the tensors that it reads and writes are saved before and restored after. A
-kernel whose copies would exceed 256 MiB keeps the heuristic's choice. So does a kernel that is first launched while a
-CUDA graph is captured, until it is launched outside of a capture.
+*Results.* Every candidate computes the same function. Sums over other blocks may differ in the last place. A kernel
+runs many times while it is measured, so the tensors that it both reads and writes are saved before and restored after.
+A kernel whose copies would exceed 256 MiB keeps the default. A kernel that is first launched while a CUDA graph is
+captured has the default until it is launched outside of a capture.
 
-*Ranks.* Ranks that compute the same values (replicas of a norm, say) must get equal bits, and therefore use one choice.
-They launch a kernel with the same key, and the folder holds one choice per key, that of the first rank to publish. A
-rank uses only published choices. Ranks launch kernels at different times, so they do not communicate about choices.
-Instead, before a program runs, they compare whether they tune, and in which folder (`folder_identity`). Damaged files
-and full disks during the run are not covered.
+*Ranks.* Ranks that compute the same values (replicas of a norm, say) must get equal bits, and therefore use the same
+configuration. They launch a kernel with the same key, and the folder has one choice for each key, from the first rank
+that published one. A rank uses only published choices. Ranks launch kernels at different times, so they do not
+communicate about choices. Instead, before a program runs, they compare whether they tune, and in which folder
+(`folder_identity`). If files are damaged or the disk gets full during the run, ranks may use different choices.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ _MAX_COPIED_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch of a kernel whose block sizes and warps are still to be chosen.
+    """A launch of a kernel whose block sizes and warps are not yet chosen.
 
     Args:
         kernel: the `@triton.jit` function.
-        grid: maps all arguments by name, including block sizes, to the number of programs.
-        device: the device of the tensors; the caller has made it the current device.
+        grid: maps all arguments by name, including block sizes, to the number of programs along each axis of the grid.
+        device: the device of the tensors. The caller has made it the current device.
         arguments: the arguments that are not `constexpr`, in order.
-        constants: the `constexpr` arguments that do not vary.
-        follow: computes the arguments that follow from the block sizes.
-        changes: the tensors that the kernel reads and writes.
+        constants: the `constexpr` arguments that tuning keeps.
+        follow: maps the block sizes to further `constexpr` arguments that depend on them.
+        changes: the tensors that the kernel both reads and writes.
     """
 
     kernel: Any
@@ -69,22 +70,22 @@ class Launch:
         return not isinstance(self.kernel, triton.JITFunction)
 
     def run(self, choice: Choice) -> None:
-        """Launch the kernel with a choice."""
+        """Launch the kernel with the block sizes and warps of `choice`."""
         options = {"num_warps": choice.num_warps, "enable_fp_fusion": True}
         self.kernel[self.grid](*self.arguments, **self.constants, **self.blocks(choice), **options)
 
     def blocks(self, choice: Choice) -> dict[str, int]:
-        """A choice's block sizes, and the arguments that follow from them."""
+        """Return the block sizes of `choice`, and the `constexpr` arguments that depend on them, by name."""
         return dict(choice.blocks) | dict(self.follow(dict(choice.blocks)))
 
 
 @dataclass(slots=True)
 class Tuner:
-    """Chooses for launches, and remembers the choices.
+    """Chooses block sizes and warps for launches, and remembers its choices.
 
     Args:
-        store: the choices that processes share.
-        timer: measures in place of `triton.testing.do_bench`; it also tunes interpreted kernels.
+        store: the folder of choices that processes share.
+        timer: measures in place of `triton.testing.do_bench`. With a timer, interpreted kernels are tuned too.
     """
 
     store: Store
@@ -94,7 +95,11 @@ class Tuner:
     _measures: bool = True
 
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """The choice for a launch: a known choice, or else one measured now, or else the heuristic's."""
+        """Return block sizes and warps for a launch.
+
+        They are remembered, or read from the store, or measured now. If no measurement is possible, they are
+        `heuristic`, the default.
+        """
         if launch.is_interpreted and self.timer is None:
             return heuristic
         arguments = tuple(_class_of(argument) for argument in launch.arguments)
@@ -112,7 +117,10 @@ class Tuner:
         return choice
 
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """Measure, and return the published choice; None if measuring or publishing is impossible."""
+        """Measure all candidates of `key`, publish the fastest, and return the choice that the store holds.
+
+        Return None if the kernel cannot be measured, or the choice cannot be published.
+        """
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
             return None
@@ -131,7 +139,10 @@ class Tuner:
 
 
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
-    """Every candidate's median time in milliseconds, by `triton.autotune`; infinite above the device's limits."""
+    """Measure each candidate with `triton.autotune`, and return its median time in milliseconds.
+
+    The time is infinite if the candidate needs more registers or shared memory than the device has.
+    """
     configs = {
         triton.Config(launch.blocks(choice), choice.num_warps, None): choice  # type: ignore[arg-type]
         for choice in candidates
@@ -145,7 +156,7 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
 
 @cache
 def tuner_of(tuning: Tuning) -> Tuner:
-    """The tuner for the setting `tuning`; the same each time."""
+    """Return the tuner of a setting of `tune_kernels`: the same tuner at each call, with its remembered choices."""
     return Tuner(tuning.store, tuning.timer)
 
 
@@ -161,7 +172,11 @@ def _key(launch: Launch, heuristic: Choice, arguments: Sequence[str]) -> Key:
 
 
 def _class_of(argument: object) -> str:
-    """A tensor's dtype, or an integer's next power of two and whether 16 divides it, so that 16 bytes load at once."""
+    """Return a text that is equal for arguments which share one measurement.
+
+    It has the dtype of a tensor, or the next power of two of an integer and whether 16 divides the integer. Triton
+    compiles multiples of 16 to wider loads.
+    """
     if isinstance(argument, Tensor):
         return str(argument.dtype)
     if isinstance(argument, int):
@@ -171,7 +186,10 @@ def _class_of(argument: object) -> str:
 
 @cache
 def _source_digest(kernel: Any) -> str:
-    """A digest of a kernel's source and the functions it calls; for an interpreted kernel, only of its own source."""
+    """Return a digest of a kernel's source and of the functions that it calls.
+
+    For an interpreted kernel, the digest covers only the kernel's own source.
+    """
     if isinstance(kernel, triton.JITFunction):
         return kernel.cache_key
     return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()
@@ -188,7 +206,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 @contextmanager
 def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Within the context, tensors may change; afterwards they have their old values."""
+    """Save `tensors` when the context begins, and restore their values when it ends."""
     copies = [tensor.clone() for tensor in tensors]
     try:
         yield

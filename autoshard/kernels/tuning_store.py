@@ -1,10 +1,12 @@
-"""The folder of measured choices: one JSON file per choice, written by the first process that publishes it.
+"""The folder of tuned launch configurations, with one JSON file for each tuned key.
 
-A file contains the whole key of the measurement, the choice, and every candidate's median. It is used only if its key
-matches and its choice is one of the candidates. So a bad file can make a kernel slow, but not wrong; any other content
-counts as no file. A writer locks the folder (`flock`, which local disks have, and NFS since version 4), looks for a
-choice once more, and publishes by renaming. So readers never see half a file. The folder is private to its user, and
-can be removed safely.
+The first process that publishes a choice writes the file. It has the whole key of the measurement, the choice, and
+every candidate's median time. A file is used only if its key matches and its choice is one of the candidates.
+Otherwise it counts as missing. So a bad file can make a kernel slow, but not wrong.
+
+A writer locks the folder with `flock`, which local disks have, and NFS since version 4. It looks for a choice once
+more, and publishes by renaming a complete file. So readers never see half a file. The folder is private to its user,
+and can be removed safely.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ class Key:
     """The conditions of a measurement.
 
     Args:
-        kernel: the function's name.
-        facts: all that the choice depends on, as JSON.
-        candidates: the candidates.
+        kernel: the name of the kernel's function.
+        facts: all conditions that the fastest choice depends on, as values for JSON: device, versions, arguments.
+        candidates: the launch configurations to measure.
     """
 
     kernel: str
@@ -44,18 +46,18 @@ class Key:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The key as JSON."""
+        """The key as a dict that JSON can represent."""
         return {"kernel": self.kernel, **self.facts, "candidates": [str(choice) for choice in self.candidates]}
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The choices in a folder."""
+    """The tuned launch configurations in a folder."""
 
     folder: Path
 
     def read(self, key: Key) -> Choice | None:
-        """The known choice for a key; None if there is no file, or it is damaged."""
+        """Return the choice that was published for `key`, or None if its file is missing or damaged."""
         try:
             entry = json.loads(self._path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -65,7 +67,9 @@ class Store:
         return next((choice for choice in key.candidates if str(choice) == entry.get("choice")), None)
 
     def publish(self, key: Key, choice: Choice, times_ms: Mapping[Choice, float]) -> Choice:
-        """Publish a choice, unless another process has published one; return the choice that holds from now on.
+        """Publish a choice for `key`, unless another process has published one. Return the published choice.
+
+        `times_ms` has the median time of each candidate in milliseconds, for people who read the file.
 
         Raises:
             OSError: the folder cannot be written, or cannot be locked.
@@ -81,7 +85,7 @@ class Store:
         return choice
 
     def identity(self) -> str:
-        """A text unique to the folder; processes with the same text share their choices.
+        """Return a random text that is kept in the folder. Processes that get the same text share their choices.
 
         Raises:
             OSError: the folder cannot be written, or cannot be locked.

@@ -1,4 +1,7 @@
-"""The switch for measuring block sizes, and the folder for them. Imports no triton, because the public API uses it."""
+"""Turns tuning of Triton kernels on or off, and sets the folder of tuned block sizes.
+
+The module imports no triton, because the public interface imports the module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ VARIABLE = "AUTOSHARD_TUNE"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuning:
-    """The switch for measuring block sizes; see `tune_kernels`."""
+    """A setting of `tune_kernels`: the folder of tuned choices, and the timer that replaces Triton's."""
 
     store: Store
     timer: Timer | None
@@ -31,30 +34,30 @@ _SET: list[Tuning | None] = []
 
 
 def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer: Timer | None = None) -> None:
-    """Measure block sizes of Triton kernels from now on, and keep them; or stop.
+    """Turn tuning on or off: from now on, measure block sizes of Triton kernels, and keep the fastest in a folder.
 
-    The variable AUTOSHARD_TUNE does the same for a whole run. Set it to "1", or to a folder.
+    The environment variable AUTOSHARD_TUNE does the same for a whole run. Set it to "1", or to a folder.
 
     Args:
-        is_on: False: kernels run with the heuristic's block sizes.
-        folder: the folder of the choices. Default: `autoshard/tuned` in the user's cache (`XDG_CACHE_HOME`, or
-            `~/.cache`). Ranks on several machines need a folder that all of them see.
-        timer: replaces `triton.testing.do_bench`: `timer(function, quantiles=...)` returns milliseconds. With a timer,
-            kernels in Triton's interpreter are tuned too.
+        is_on: whether to tune. If False, kernels run with their default block sizes.
+        folder: the folder of the tuned block sizes. The default is `autoshard/tuned` in the user's cache
+            (`XDG_CACHE_HOME`, or `~/.cache`). Ranks on several machines need a folder that all of them see.
+        timer: replaces `triton.testing.do_bench`. `timer(function, quantiles=...)` returns times in milliseconds. With
+            a timer, kernels in Triton's interpreter are tuned too.
 
     Raises:
-        KernelError: the folder is another user's, or others can write to it.
+        KernelError: the folder belongs to another user, or other users can write to it.
     """
     _SET[:] = [_tuning(Path(folder or _default_folder()), timer) if is_on else None]
 
 
 def active_tuning() -> Tuning | None:
-    """The last setting of `tune_kernels`, or else of the variable."""
+    """Return the last setting of `tune_kernels`, or else of AUTOSHARD_TUNE. None means that tuning is off."""
     return _SET[0] if _SET else _from_environment(os.environ.get(VARIABLE, ""))
 
 
 def folder_identity() -> str:
-    """A text that is equal for processes which share their choices; "none" if this process does not measure.
+    """Return a text that is equal for processes which share tuned choices, or "none" if this process does not tune.
 
     Raises:
         KernelError: the folder cannot be written.

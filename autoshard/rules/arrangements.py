@@ -1,6 +1,6 @@
-"""Rules of operators that rearrange elements: quarter turns, blocks, and places chosen by masks.
+"""Rules of operators that rearrange elements: `rot90`, `block_diag`, `masked_select`, `put` and others.
 
-The rearranged dims stay whole. Partial values pass, because elements are only moved.
+The rearranged dims cannot be split. Partial values pass, because elements are only moved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ aten = torch.ops.aten
 
 @sharding_rule(aten.rot90.default)
 def quarter_turns(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
-    """An odd turn exchanges two dims, one of which keeps its direction."""
+    """Return the rule. Dims that the turn reverses cannot be split.
+
+    An odd number of quarter turns exchanges two dims, and reverses one of them.
+    """
     first, second = (normal_dim(dim, x.dim()) for dim in dims)
     turns = k % 4
     reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
@@ -64,7 +67,7 @@ def block_diag(xs: Sequence[torch.Tensor]) -> Rule:
 
 @sharding_rule(aten._chunk_cat.default)
 def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
-    """Dims from `dim` on are flattened, padded with zeros and cut."""
+    """Return the rule. Dims from `dim` on cannot be split, because the operator flattens, pads and cuts them."""
     before = named(normal_dim(dim, xs[0].dim()))
     operands = [(*before, *all_blocked(x.dim() - len(before))) for x in xs]
     return joins(operands, (*before, BLOCKED, BLOCKED), xs)
@@ -72,7 +75,7 @@ def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
 
 @sharding_rule(aten.masked_scatter.default)
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Rule:
-    """Elements of the source are taken in the global order."""
+    """Return the rule. No dim can be split, because masked places take elements of the source in the global order."""
     operands = tuple(all_blocked(operand.dim()) for operand in (x, mask, source))
     shape = broadcast_shape([x.shape, mask.shape])
     return _written((operands, (all_blocked(len(shape)),)), x, source, 2)
@@ -80,7 +83,7 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
 
 @sharding_rule(aten.masked_select.default)
 def masked_select(x: torch.Tensor, mask: torch.Tensor) -> Rule:
-    """The number of selected elements depends on the mask's values, so everything is whole."""
+    """Return the rule. No dim can be split, because the number of selected elements depends on the mask's values."""
     return Rule(((all_blocked(x.dim()), all_blocked(mask.dim())), (all_blocked(1),)), transparent=True)
 
 
@@ -92,7 +95,10 @@ def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Seque
 
 @sharding_rule(aten.put.default)
 def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
-    """The sum is linear in both tensors. Maxima pass only through the target: a maximum of sums is not a sum."""
+    """Return the rule of `put`. With `accumulate`, the result is linear in the target and the source together.
+
+    Maxima pass only through the target, because a maximum of sums is not a sum of maxima.
+    """
     target = all_blocked(x.dim())
     whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
     if not accumulate:
@@ -106,7 +112,10 @@ def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: 
 
 
 def _written(sides: tuple[Sequence[Dims], Sequence[Dims]], x: torch.Tensor, source: torch.Tensor, index: int) -> Rule:
-    """Elements of operand `index` replace some elements of operand 0."""
+    """Return the rule of an operator that replaces elements of operand 0 by elements of operand `index`.
+
+    `sides` has the dims of operands and results. `x` is operand 0, and `source` is operand `index`.
+    """
     carries: list[Carry] = meaningful({0: x, index: source}, [*increasing((0,), (index,)), *moving((0, index))])
     return Rule(sides, linear=[(0, index)] if is_additive(x, source) else (), carries=carries)
 
@@ -144,7 +153,10 @@ def masked_index_put(
 def _places(
     x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Dims, ...], Dims] | None:
-    """The dims of the tensor, of mask and indices, and of the chosen places; None if a dim has no index."""
+    """Return the dims of the operands (tensor, mask, then indices) and the dims of the result, one for each place.
+
+    Return None if some dim of the tensor has no index.
+    """
     present = tensors(*indices)
     if len(present) != x.dim():
         return None

@@ -1,9 +1,9 @@
 """Rules of `autoshard::attention`, with and without packed sequences.
 
-Batch, heads and query rows are independent. A group of query heads shares a key head, so heads are split by key heads
-first. The masks of dropout and causality follow the global index, so a piece needs its offset in the matrix of
-probabilities. Query rows are split in one of two ways. Keys are gathered on each rank, or the same axis splits the keys
-and they go round its ranks (`autoshard.kernels.ring_attention`).
+Batch, heads and queries are independent, so ranks may split them. A group of query heads shares a key head, so heads
+are split by key heads first. The masks of dropout and causality follow the global index, so a piece needs its offset in
+the matrix of probabilities. If queries are split, there are two ways for keys and values. Each rank has all of them. Or
+the same axis splits them, and they go round its ranks (`autoshard.kernels.ring_attention`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.rules.registry import sharding_rule
 aten = torch.ops.aten
 autoshard_ops = torch.ops.autoshard
 
-# In order: batch, key heads h, query heads per key head g, queries s, keys t, head size d, value size e. Columns m of a
+# b batch, h key heads, g query heads for each key head, s queries, t keys, d head size, e value size. Columns m of a
 # mask are not split.
 _Q, _K, _V, _OUT, _LSE, _PROBABILITIES = parse(
     "b (h g) s d, b h t d, b h t e, b (h g) s e, b (h g) s, b (h g) s m -> scalar"
@@ -31,9 +31,9 @@ _Q, _K, _V, _OUT, _LSE, _PROBABILITIES = parse(
 _BLOCKED = ("t", "m", "d", "e")
 _RING = (("s", "t"),)
 _QUERIES = {kernels.attention: 0, kernels.attention_backward: 1}
-"""Index of the queries among the operands; keys follow."""
+"""From an attention operator to the index of the queries among its operands. The keys are the next operand."""
 _ROWS = 2
-"""The dim of keys and queries along which attention runs."""
+"""The dim of queries and keys that has the tokens."""
 
 
 @sharding_rule(autoshard_ops.attention.default)
@@ -57,7 +57,7 @@ def attention_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor | None, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Gradients of keys and values are sums over queries, and over the query heads of a key head."""
+    """Return the rule: gradients of keys and values are sums over queries, and over the query heads of a key head."""
     operands = (_OUT, _Q, _K, _V, *_optional(mask, None), _OUT, _LSE, *_optional(None, seed))
     return Rule(
         (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
@@ -65,14 +65,14 @@ def attention_backward(
     )  # fmt: skip
 
 
-# s queries and t keys of all sequences, n starts of sequences.
+# Factors of packed attention: s queries and t keys of all sequences, n starts of sequences.
 _PACKED_Q, _PACKED_K, _PACKED_LSE, _STARTS = parse("s (h g) d, t h d, (h g) s, n -> scalar")[0]
 _PACKED_BLOCKED = ("s", "t", "d", "n")
 
 
 @sharding_rule(autoshard_ops.packed_attention.default)
 def packed_attention(q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
-    """Heads are independent. Sequences are not split, because their boundaries are values."""
+    """Return the rule: heads may be split, and tokens may not, because the sequences' boundaries are values."""
     operands = (_PACKED_Q, _PACKED_K, _PACKED_K, _STARTS, _STARTS)
     results = (_PACKED_Q, _PACKED_LSE)
     return Rule((operands, results), sizes=_packed_sizes(q, k), blocked=_PACKED_BLOCKED, padding={})
@@ -80,7 +80,7 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
 
 @sharding_rule(autoshard_ops.packed_attention_backward.default)
 def packed_attention_backward(grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
-    """Gradients of keys and values are sums over the query heads of a key head."""
+    """Return the rule: gradients of keys and values are sums over the query heads of a key head."""
     operands = (_PACKED_Q, _PACKED_Q, _PACKED_K, _PACKED_K, _PACKED_Q, _PACKED_LSE, _STARTS, _STARTS)
     return Rule(
         (operands, (_PACKED_Q, _PACKED_K, _PACKED_K)), sizes=_packed_sizes(q, k), reduce={"g": "sum"}, linear=[(0,)],
@@ -110,7 +110,15 @@ def _local_backward(context: LocalContext, grad_out: Any, q: Any, k: Any, v: Any
 
 
 def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Sequence[Any], is_unmasked: bool) -> Any:
-    """The call on a rank's piece; the last two arguments place it in the global matrix of probabilities."""
+    """Emit attention on a rank's piece, or ring attention if one axis splits both queries and keys.
+
+    Args:
+        context: the pieces of the rank.
+        ring: the operator of ring attention, forward or backward.
+        operands: the tensors up to the mask.
+        rest: the remaining arguments. The last two are the offset in the global matrix of probabilities, and its shape.
+        is_unmasked: whether there is no mask.
+    """
     *others, offset, global_shape = rest
     batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in q's shape
     placed = shifted(offset, [batch, heads, queries, 0])
@@ -124,13 +132,16 @@ def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Seque
 
 
 def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
-    """Whether an attention call with operands of these specs sends keys round the ranks."""
+    """Whether a call of `target` with operands of these specs is ring attention: some axis splits the keys' tokens."""
     query = _QUERIES.get(target)
     return query is not None and bool(inputs[query + 1].axes_of(_ROWS))
 
 
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
-    """Whether ranks of a causal ring can each take an early and a late block of queries, paired with their keys."""
+    """Whether each rank of a causal ring can take an early and a late block of the sequence (`is_paired`).
+
+    It can if queries and keys are the same tokens, 2 n blocks divide the sequence, and there is no dropout.
+    """
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")
     is_square = (ranks, length) == (context.shards("s"), context.global_size("s")) and not any(offset[2:])
@@ -142,7 +153,7 @@ def cpu_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> Rule | None:  # fmt: skip
-    """Splits batch and heads. The operator occurs only where a model calls it by name."""
+    """Return the rule, which splits batch and heads. Only a model that calls this operator by name has it."""
     if dropout_p or q.shape[1] != k.shape[1]:
         return None
     operands = (_Q, _K, _V, *_optional(attn_mask, None))

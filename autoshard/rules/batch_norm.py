@@ -1,7 +1,8 @@
-"""Rules of batch normalisation: channels are independent; a split of batch or space needs the moments of the whole.
+"""Rules of batch normalisation.
 
-In training the local form reduces the moments over the ranks itself, so that the statistics are those of the
-global batch, whatever the mesh. In evaluation elements are independent.
+Channels are independent. In training, the statistics of a channel are those of the global batch on every mesh. If batch
+or spatial dims are split, the rewrite all-reduces means and variances over the ranks. In evaluation, elements are
+independent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _x_dims(x: torch.Tensor) -> Dims:
 
 
 def _elements(x: torch.Tensor) -> tuple[str, ...]:
-    """Factors of the dims that a channel's statistics average over."""
+    """Return the factors over which a channel's statistics are averaged: batch and spatial dims."""
     return names(dim for dim in _x_dims(x) if dim != ("c",))
 
 
@@ -39,7 +40,7 @@ def batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Rule | None:  # fmt: skip
-    """None if the call updates its running statistics, because programs are functional."""
+    """Return the rule, or None if the call writes running statistics in place, because programs are functional."""
     if training and running_mean is not None:
         return None
     return _forward(x, [weight, bias, running_mean, running_var], training, updates=False)
@@ -69,7 +70,17 @@ def batch_norm_in_evaluation(
 
 
 def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
-    """Results: output, mean and inverse deviation of the batch (empty in evaluation), new running statistics."""
+    """Return the rule of a forward.
+
+    The results are the output, mean and inverse deviation of the batch (empty in evaluation), and with `updates` the
+    new running mean and variance.
+
+    Args:
+        x: the operand.
+        others: weight and bias, and running mean and variance if the operator takes them.
+        training: whether statistics are those of the batch.
+        updates: whether the operator returns new running statistics.
+    """
     dims = _x_dims(x)
     operands = (dims, *[_CHANNELS for tensor in others if tensor is not None])
     saved = _CHANNELS if training else all_blocked(1)
@@ -83,7 +94,7 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 
 
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """Partial values that pass into the output, which is affine in weight and bias."""
+    """Return carries of partial values through weight and bias into the output, which is affine in them."""
     weight, bias = others[:2]
     if bias is None:
         return sums((1,)) if weight is not None else []
@@ -92,14 +103,14 @@ def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Car
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of computed statistics."""
+    """Return the dtype in which statistics of operands of `dtype` are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """The dtype of the saved mean and inverse deviation.
+    """Return the dtype of the saved mean and inverse deviation.
 
-    On a CPU it is the dtype of `x`, unless a parameter is wider.
+    On a CPU it is the dtype of `x`, unless a parameter is wider. On other devices it is the dtype of the computation.
     """
     is_wide = any(tensor is not None and tensor.dtype == _wide(x.dtype) for tensor in others)
     return _wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
@@ -107,7 +118,7 @@ def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """Dtypes of the operand, of statistics saved for the backward, and of running statistics (or None)."""
+    """Dtypes of the operand `x`, of statistics saved for the backward, and of running statistics (`held`, or None)."""
 
     x: torch.dtype
     saved: torch.dtype
@@ -118,7 +129,16 @@ def _local_forward(
     context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtypes: _Types, updates: bool,
     elements: Sequence[str],
 ) -> Any:  # fmt: skip
-    """`rest` is the running mean and variance if the operator has them, training, momentum, eps."""
+    """Emit the forward in training, with statistics of the global batch.
+
+    Args:
+        context: the pieces of the rank.
+        x, weight, bias: the operands.
+        rest: running mean and variance if the operator takes them, then training, momentum and eps.
+        dtypes: dtypes of operand and statistics.
+        updates: whether the operator returns new running statistics.
+        elements: the factors that statistics are averaged over.
+    """
     if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)
     call, wide = context.call, _wide(dtypes.x)
@@ -144,7 +164,7 @@ def _local_forward(
 
 
 def _moments(context: LocalContext, x: Any, elements: Sequence[str]) -> tuple[Any, Any]:
-    """Mean and variance of each channel over the global batch, in two passes; [c] each."""
+    """Emit mean [c] and variance [c] of each channel over the global batch, in two passes over `x`."""
     call = context.call
     shape = context.input_shape(0)
     over = [0, *range(2, len(shape))]
@@ -159,7 +179,7 @@ def _global_mean(context: LocalContext, x: Any, over: Sequence[int], elements: S
 
 
 def _total(context: LocalContext, value: Any, elements: Sequence[str]) -> Any:
-    """The sum of the ranks' values."""
+    """Emit the sum of `value` over all ranks that split batch or spatial dims."""
     for factor in elements:
         value = context.all_reduce(value, "sum", factor)
     return value
@@ -197,9 +217,11 @@ def _local_backward(like: torch.Tensor, weight_dtype: torch.dtype) -> Rewrite:
         context: LocalContext, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any,
         mean: Any, invstd: Any, train: bool, eps: float, output_mask: Sequence[bool],
     ) -> Any:  # fmt: skip
-        """xhat = (x - mean) invstd, dweight = sum(g xhat), dbias = sum(g) over the global batch of `count` elements; dx
-        =
-        weight invstd (g - dbias / count - xhat dweight / count).
+        """Emit the gradients of x, weight and bias, with sums over the global batch of `count` elements per channel.
+
+        xhat    = (x - mean) invstd
+        dweight = sum(g xhat),    dbias = sum(g)
+        dx      = weight invstd (g - dbias / count - xhat dweight / count)
         """
         call = context.call
         if not any(map(context.is_split, elements)):

@@ -1,8 +1,11 @@
-"""Ways for partial values to pass through a call, beside sums through linear operands.
+"""Makes the entries of `Rule.carries`: ways for partial maxima, minima, products and some sums to pass a call.
 
-A pending maximum passes through an operator that never decreases; through an operator that never increases it becomes a
-minimum. It passes through each of several operands alone, and through all operands of a lattice polynomial (`max`,
-`where`) together. A pending product passes through products and powers. Rules list these ways in `Rule.carries`.
+A partial maximum passes an operator that never decreases. In an operator that never increases, it becomes a partial
+minimum. It may pass through one of several operands, while the other operands are whole. For operators such as `max`
+and `where`, all operands may be partial together. A partial product passes products and powers. Sums through linear
+operands are in `Rule.linear` instead.
+
+Each *group* below is a collection of operand indices that are partial at the same time.
 """
 
 from __future__ import annotations
@@ -24,57 +27,66 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 
 
 def increasing(*groups: Operands) -> list[Carry]:
-    """Maxima and minima through each group of operands, in which results never decrease."""
+    """Return carries of maxima and of minima through each group of operands in which no result ever decreases."""
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
 
 def decreasing(*groups: Operands) -> list[Carry]:
-    """Maxima through operands in which the only result never increases become minima, and minima become maxima."""
+    """Return carries through each group of operands in which the only result never increases.
+
+    Partial maxima of the operands become partial minima of the result, and minima become maxima.
+    """
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 
 
 def scaled(scale: Any, operand: int) -> list[Carry]:
-    """Maxima and minima through an operand that is multiplied by a number; infinity times 0 is no number."""
+    """Return carries of maxima and minima through an operand that is multiplied by the number `scale`.
+
+    A zero or infinite scale has none, because zero times infinity is NaN.
+    """
     if isinstance(scale, complex) or scale == 0 or math.isinf(scale):
         return []
     return increasing((operand,)) if scale > 0 else decreasing((operand,))
 
 
 def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
-    """Maxima and minima through one operand of a sum; `addends` are all operands of the sum.
+    """Return carries of maxima and minima through one operand of a sum. `addends` are all operands of the sum.
 
-    Integers do not qualify: a rank without elements has the smallest integer, and adding to it wraps round.
+    Integers have none. A rank without elements has the smallest integer as its maximum, and adding a negative number to
+    it wraps round.
     """
     keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
     return increasing((operand,)) if keeps_order else []
 
 
 def maxima(*groups: Operands) -> list[Carry]:
-    """Only maxima, through each group."""
+    """Return carries of maxima through each group of operands."""
     return [Carry(frozenset(group), Reduction.MAX) for group in groups]
 
 
 def minima(*groups: Operands) -> list[Carry]:
-    """Only minima, through each group."""
+    """Return carries of minima through each group of operands."""
     return [Carry(frozenset(group), Reduction.MIN) for group in groups]
 
 
 def products(*groups: Operands) -> list[Carry]:
-    """Products, through each group."""
+    """Return carries of products through each group of operands."""
     return [Carry(frozenset(group), Reduction.PRODUCT) for group in groups]
 
 
 def moving(*groups: Operands) -> list[Carry]:
-    """All reductions but sums (`Rule.linear` has sums), through groups of operands whose elements are moved to the
-    result.
+    """Return carries of maxima, minima and products through groups of operands whose elements are moved to the result.
+
+    Sums are in `Rule.linear` instead.
     """
     return [*increasing(*groups), *products(*groups)]
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """The carries that the operands' types allow: booleans have no product.
+    """Return the carries that the operands' dtypes allow.
 
-    The registry later removes all carries of complex numbers but sums.
+    Carries of products through booleans, and carries through operands that are not given, are left out.
+    The registry later removes all carries of complex numbers except sums.
     """
     known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
     return [carry for carry in carries if all(_can_await(known.get(i), carry.reduction) for i in carry.operands)]
@@ -87,10 +99,9 @@ def _can_await(operand: torch.Tensor | None, reduction: Reduction) -> bool:
 
 
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converted addends add up to the converted sum.
+    """Whether addends that are converted from dtype `source` to `target` add up to the converted sum.
 
-    They do not where conversion rounds to integers or booleans, nor where narrow integer addends may have wrapped
-    round.
+    They do not if conversion rounds to integers or booleans, or if narrow integer addends may have wrapped round.
     """
     if source == target:
         return True
@@ -99,10 +110,10 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def through_conversion(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
-    """Maxima, minima and products that pass through a conversion.
+    """Return carries of maxima, minima and products through a conversion of an operand from one dtype to another.
 
-    Conversion keeps the order, except to booleans (zero or not) and to integers that wrap. It keeps products, except
-    from complex numbers to their real part.
+    Conversion keeps the order, except to booleans, and to integers that may wrap round. It keeps products where it
+    keeps sums, except from complex numbers to real numbers.
     """
     carries: list[Carry] = []
     if not source.is_complex and _keeps_order(source, target):
@@ -117,14 +128,20 @@ def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values may exceed an integer type's range and lose their order in the conversion."""
+    """Whether numbers of dtype `source` may exceed the range of the integer dtype `target`, and lose their order."""
     if target.is_floating_point or source in (torch.bool, target):
         return False
     return source.is_floating_point or not target.is_signed or source.itemsize >= target.itemsize
 
 
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
-    """The carries for one of several results; all other results are whole."""
+    """Return the carries of a call with several results of which only result number `result` is partial.
+
+    Args:
+        result: the index of the partial result.
+        results: the number of results.
+        carries: the carries as if the call had only this result.
+    """
     return [
         Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))
         for carry in carries
@@ -132,25 +149,37 @@ def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
 
 
 def sums(*groups: Operands) -> list[Carry]:
-    """Sums through each group. A rule whose results are all linear in them uses `Rule.linear` instead."""
+    """Return carries of sums through each group of operands.
+
+    If all results are linear in a group, use `Rule.linear` instead.
+    """
     return [Carry(frozenset(group), Reduction.SUM) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearResult:
-    """The operands that one of several results depends on, and the sets of operands in which it is linear."""
+    """The linearity of one of several results.
+
+    Args:
+        operands: indices of the operands that the result depends on.
+        linear: sets of operands in each of which the result is jointly linear.
+    """
 
     operands: frozenset[int]
     linear: tuple[frozenset[int], ...]
 
 
 def linear_result(operands: Operands, *linear: Operands) -> LinearResult:
-    """A result that depends on `operands` and is jointly linear in each set of `linear`."""
+    """Return a `LinearResult` that depends on `operands` and is jointly linear in each non-empty set of `linear`."""
     return LinearResult(frozenset(operands), tuple(frozenset(group) for group in linear if group))
 
 
 def sums_by_result(results: Sequence[LinearResult]) -> list[Carry]:
-    """Sums through operands in which each result is linear, or on which it does not depend."""
+    """Return carries of sums for a call with several results.
+
+    A carry has operands of which each result either depends on none, or is jointly linear in those it depends on. Only
+    the dependent results are partial.
+    """
     sets = list(dict.fromkeys(group for result in results for group in result.linear))
     unions = dict.fromkeys(frozenset().union(*chosen) for chosen in _subsets(sets))
     found = (_sum_through(operands, results) for operands in unions if operands)

@@ -1,4 +1,4 @@
-"""A check reads its condition whole; the value beside it may have any spec."""
+"""The rule of `autoshard::checked`: the checked condition must be whole, and the returned value may have any spec."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Rules of convolutions: batch, groups, channels and spatial dims may be split.
 
-A convolution is linear in operand and weight; input channels are reduced, so a bias must be a partial sum
-where they are split. Pieces of a spatial dim are extended by elements of the neighbours; see `autoshard.rules.halo`.
+A convolution is linear in operand and weight. The result is a sum over input channels, so a bias must be a partial sum
+if input channels are split. Pieces of a spatial dim are extended by elements of the neighbours
+(`autoshard.rules.halo`).
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ aten = torch.ops.aten
 _OUT_CHANNELS = ("g", "o")
 
 _FIRST = 2
-"""The first spatial dim."""
+"""Index of the first spatial dim."""
 
 
 def _windows(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int],
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """The windows of each spatial dim. The windows of a transposed convolution slide over its result.
+    """Return the windows of each spatial dim. The windows of a transposed convolution slide over its result.
 
-    Complex numbers are not sent between ranks, so their dims stay whole.
+    Halos of complex numbers are not exchanged, so their spatial dims cannot be split.
     """
     size, kernel, space = x.shape[_FIRST:], weight.shape[_FIRST:], x.dim() - _FIRST
     options = [each(option, space) for option in (stride, padding, dilation, output_padding)]
@@ -59,7 +60,10 @@ def _windows(
 
 
 def _operand_dims(windows: Sequence[HaloWindow], *, transposed: bool) -> tuple[Dims, Dims, Dims]:
-    """The dims of the operand, the weight and the result: n batch, g groups, i and o channels of a group."""
+    """Return the dims of the operand, the weight and the result.
+
+    Factors: n batch, g groups, i input channels of a group, o output channels of a group, and those of the windows.
+    """
     sides = (tuple(window.elements for window in windows), tuple(window.windows for window in windows))
     x_space, result_space = reversed(sides) if transposed else sides
     channels = (("g", "i"), ("o",)) if transposed else (_OUT_CHANNELS, ("i",))
@@ -68,9 +72,10 @@ def _operand_dims(windows: Sequence[HaloWindow], *, transposed: bool) -> tuple[D
 
 
 def _needed(window: HaloWindow) -> Halo:
-    """The halo of a rank's operand in a transposed convolution, from which it computes its piece of the result.
+    """Return the halo of the operand that a rank needs to compute its piece of a transposed convolution's result.
 
-    Element i of the operand adds to elements i s - p + d j of the result, j < kernel.
+    Element i of the operand adds to the elements i s - p + d j of the result, for stride s, padding p, dilation d and
+    j < kernel.
     """
     left = max(0, (window.extent - 1 - window.padding) // window.stride)
     return Halo(window.dim, window.factor, 1, left, -(-window.padding // window.stride))
@@ -104,7 +109,10 @@ def convolution(
 def _local_convolution(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any, halos: Sequence[Halo]
 ) -> Any:
-    """`rest`: dilation, transposed, output_padding, groups."""
+    """Emit a convolution of the rank's piece, extended by halos.
+
+    `rest` is dilation, transposed, output_padding and groups.
+    """
     *others, _ = rest
     split = split_halos(context, halos)
     x = extend_all(context, x, split, 0)
@@ -115,9 +123,9 @@ def _local_transposed(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any,
     windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
-    """Convolve the piece with halos, and trim the result to the rank's piece.
+    """Emit a transposed convolution of the piece with halos, and cut the result to the rank's piece.
 
-    `rest` is dilation, transposed, output_padding, groups.
+    `rest` is dilation, transposed, output_padding and groups.
     """
     *others, _ = rest
     split = [window for window in windows if context.shards(window.factor) > 1]
@@ -141,7 +149,7 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Rule:  # fmt: skip
-    """The gradient of the bias does not depend on the input channels."""
+    """Return the rule. The gradient of the bias is whole if input channels are split, because it does not need them."""
     windows = _windows(x, weight, stride, padding, dilation, transposed, output_padding)
     x_dims, weight_dims, result = _operand_dims(windows, transposed=transposed)
     gradients = (x_dims, weight_dims, (_OUT_CHANNELS,))
@@ -171,7 +179,10 @@ def _local_convolution_backward(
     context: LocalContext, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, *rest: Any,
     halos: Sequence[Halo],
 ) -> Any:  # fmt: skip
-    """`rest`: dilation, transposed, output_padding, groups, output_mask."""
+    """Emit the backward of a convolution: extend the operand by halos, and fold its gradient back to the piece.
+
+    `rest` is dilation, transposed, output_padding, groups and output_mask.
+    """
     *others, _, output_mask = rest
     split = split_halos(context, halos)
     options = (stride, _inner(context, padding, split), *others, context.local_size("g"), output_mask)
@@ -187,9 +198,11 @@ def _local_transposed_backward(
     context: LocalContext, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, *rest: Any,
     halos: Sequence[Halo],
 ) -> Any:  # fmt: skip
-    """The gradient of the operand is a convolution of that of the result. The bias has been added to the piece alone.
+    """Emit the backward of a transposed convolution: extend the gradient of the result by halos.
 
-    `rest`: dilation, transposed, output_padding, groups, output_mask.
+    The gradient of the operand is a convolution of the gradient of the result. The gradient of the bias is summed
+    before the extension, because the bias was added only to the rank's own piece. `rest` is dilation, transposed,
+    output_padding, groups and output_mask.
     """
     dilation, transposed, output_padding, _, output_mask = rest
     split, groups = split_halos(context, halos), context.local_size("g")

@@ -1,6 +1,7 @@
-"""Rules of operators that make tensors: every dim may be split, the local form names the local shape.
+"""Rules of operators that make tensors, such as `zeros` and `arange`.
 
-Zeros are a partial sum of zeros (`linear=[()]`).
+Every dim may be split. The rewrite calls the operator with the local shape. A tensor of zeros is also a partial sum of
+zeros (`linear=[()]`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, *
 
 
 def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
-    """The operand gives dtype and device. If it has the result's shape, it may be split like the result."""
+    """Return the rule of an operator that takes dtype and device from `x`, and makes a tensor of shape `size`.
+
+    If `x` has the result's shape, it may be split like the result.
+    """
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
     return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local, padding={})
@@ -76,7 +80,7 @@ def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: 
 
 @sharding_rule(aten.new_empty_strided.default)
 def new_empty_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Rule:
-    """A local piece is contiguous; the strides of empty memory do not matter."""
+    """Return the rule. The local piece is contiguous, because the strides of empty memory do not matter."""
     return _new(x, size, local=_local_new_empty)
 
 
@@ -115,7 +119,10 @@ def arange_by(start: float, end: float, step: float = 1, **kwargs: Any) -> Rule 
 
 
 def _arange(start: float, end: float, step: float) -> Rule | None:
-    """Integers only, because steps of floats round by their distance from the start."""
+    """Return the rule of `arange` for integers, or None for floats.
+
+    The rounding of a float depends on its distance from the start, so pieces would differ from the whole.
+    """
     if not all(isinstance(value, int) for value in (start, end, step)):
         return None
 

@@ -1,7 +1,7 @@
-"""Names for the dims of operands, from which rule functions build their notation.
+"""Helpers with which rule functions build the `Dims` of operands and results.
 
-A rule for tensors of any rank cannot be one fixed string. It names the dims of its main tensor `d0, d1, ...` and
-derives the dims of other tensors from these names.
+A rule for tensors with any number of dims cannot be one fixed string. Such a rule names the factors of its main tensor
+`d0, d1, ...`, and derives the dims of other tensors from these names.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ONE: tuple[str, ...] = ()
 """A dim of size one without a factor."""
 
 BLOCKED: tuple[str, ...] = ("_",)
-"""A dim that may not be split."""
+"""A dim that cannot be split."""
 
 
 def named(ndim: int, prefix: str = "d") -> Dims:
-    """One factor for each of `ndim` dims: `d0, d1, ...`."""
+    """Return `ndim` dims with one factor each, named `d0, d1, ...` for the prefix "d"."""
     return tuple((f"{prefix}{dim}",) for dim in range(ndim))
 
 
 def all_blocked(ndim: int) -> Dims:
-    """`ndim` dims that cannot be split."""
+    """Return `ndim` dims that cannot be split."""
     return (BLOCKED,) * ndim
 
 
 def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The shape to which `shapes` broadcast."""
+    """Return the shape to which tensors of these shapes broadcast."""
     result: list[int] = []
     for shape in shapes:
         result = [1] * (len(shape) - len(result)) + result
@@ -45,15 +45,21 @@ def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_dims(shape: Sequence[int], dims: Dims) -> Dims:
-    """The dims of an operand of `shape` that broadcasts to a tensor with `dims`: right aligned, no factor for size
-    one.
+    """Return the dims of an operand of `shape` that broadcasts to a tensor with `dims`.
+
+    The operand's dims are aligned at the right. A dim of size one has no factor.
     """
     aligned = dims[len(dims) - len(shape) :]
     return tuple(ONE if size == 1 else dim for size, dim in zip(shape, aligned, strict=True))
 
 
 def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """The notation of an operator that broadcasts operands of `shapes` and acts on each element."""
+    """Return the dims of operands and results of an operator that broadcasts operands and acts on each element.
+
+    Args:
+        shapes: the operands' shapes.
+        results: the number of results.
+    """
     if len(shapes) == 1:
         dims = named(len(shapes[0]))
         return (dims,), (dims,) * results
@@ -62,24 +68,24 @@ def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tupl
 
 
 def without(dims: Dims, removed: Collection[int], *, keepdim: bool = False) -> Dims:
-    """`dims` without the positions `removed`, or with dims of size one there."""
+    """Return `dims` without the dims at the positions `removed`. With `keepdim`, these have size one instead."""
     if keepdim:
         return tuple(ONE if position in removed else dim for position, dim in enumerate(dims))
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
 def with_blocked(dims: Dims, positions: Collection[int]) -> Dims:
-    """`dims` with blocked dims at `positions`."""
+    """Return `dims` with dims that cannot be split at `positions`."""
     return tuple(BLOCKED if position in positions else dim for position, dim in enumerate(dims))
 
 
 def normal_dim(dim: int, ndim: int) -> int:
-    """`dim` counted from the front."""
+    """Return `dim` as an index from 0, for a tensor with `ndim` dims. A negative `dim` counts from the end."""
     return dim + ndim if dim < 0 else dim
 
 
 def normal_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """`dims` counted from the front. None and the empty list mean all dims."""
+    """Return `dims` as indices from 0, for a tensor with `ndim` dims. None and the empty list stand for all dims."""
     if dims is None:
         return tuple(range(ndim))
     listed = [dims] if isinstance(dims, int) else list(dims)
@@ -87,7 +93,7 @@ def normal_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The factors of `dims`, in order."""
+    """Return all factors of `dims`, in order."""
     return tuple(factor for dim in dims for factor in dim)
 
 
@@ -102,19 +108,31 @@ def are_finite(*numbers: Any) -> bool:
 
 
 def tensors(*values: object) -> list[torch.Tensor]:
-    """The tensors among `values`; absent optional tensors are left out."""
+    """Return the tensors among `values`, without other objects such as None for an absent tensor."""
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def moves(source: Dims, result: Dims, **options: object) -> Rule:
-    """The rule of an operator that moves elements of one operand."""
+    """Return the rule of an operator that only moves the elements of its one operand.
+
+    Args:
+        source: the dims of the operand.
+        result: the dims of the result.
+        options: further fields of `Rule`.
+    """
     return Rule(((source,), (result,)), transparent=True, **options)  # type: ignore[arg-type]
 
 
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
-    """The rule of an operator whose every result element is an element of some operand, or zero.
+    """Return the rule of an operator each of whose result elements is an element of some operand, or zero.
 
-    Maxima and minima pass through any subset of the operands; of more than six operands, through one or through all.
+    Partial maxima and minima pass through any subset of the operands. With more than six operands, they pass through
+    one operand or through all operands.
+
+    Args:
+        operands: the dims of each operand.
+        result: the dims of the result.
+        xs: the operands.
     """
     together = tuple(range(len(xs)))
     largest = len(xs) - 1 if len(xs) <= 6 else 1

@@ -1,8 +1,8 @@
-"""Emits the local form of one call: the calls that each rank runs for it under a strategy.
+"""Emits the local form of one call: the calls that each rank runs in its place under a strategy.
 
-`emit_local` appends nodes to the graph of an fx tracer. A call is emitted unchanged if its rule has no rewrite, or if
-no factor is split. Otherwise the rule's rewrite emits it, and sees its place on the mesh through a `LocalContext`.
-Beforehand, padding of operands is filled where the rule needs it (`BoundRule.padding`).
+`emit_local` appends nodes to the graph of an fx tracer. If the rule has no rewrite, or if no factor is split, the call
+itself is emitted. Otherwise the rule's rewrite emits calls. A `LocalContext` tells the rewrite which piece the running
+rank holds. Before the call, padding of operands is filled if the rule needs it (`BoundRule.padding`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STRIDE_FREE: dict[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
-"""Views that may be illegal on the strides of a local piece, and their replacements."""
+"""From an operator that may fail on the strides of a local piece to an equal operator that takes any strides."""
 
 _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
     _aten.native_group_norm.default: (0,),
@@ -40,21 +40,22 @@ _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
     _aten.view.dtype: (0,),
     _aten.view_as_complex.default: (0,),
 }
-"""Operands that kernels read as if contiguous; with other strides they raise, or read wrong elements.
+"""From an operator to the indices of operands that its kernel reads as if they were contiguous.
 
-On one device their caller makes them contiguous, which the trace may not show. On ranks they may have other strides,
-since a reshard keeps the order of dims. Found with the samples of torch's own tests (`op_db` of torch 2.13, on CPUs) on
+With other strides the kernel raises an error, or reads wrong elements. On one device torch's caller makes the operands
+contiguous, which the trace may not show. On ranks they may have other strides, because a reshard keeps the order of
+dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on CPUs) on
 permuted memory.
 """
 
 
 def stride_free(target: Any) -> Any:
-    """The operator that accepts any strides, in place of one that needs the strides of the trace."""
+    """Return an operator equal to `target` that accepts any strides, such as `reshape` for `view`."""
     return _STRIDE_FREE.get(target, target)
 
 
 def in_order(target: Any) -> tuple[int, ...]:
-    """The operands that an operator's local form makes contiguous."""
+    """Return the indices of operands that must be made contiguous before a call of `target` on a rank."""
     return _READ_IN_ORDER.get(target, ())
 
 
@@ -73,16 +74,16 @@ def emit_local(
 
     Args:
         target: the operator of the traced call.
-        args, kwargs: its arguments, with local values as `fx.Proxy` of `tracer` where the trace has tensors.
-        rule: the call's rule; None emits the call unchanged.
-        strategy: one of `enumerate_strategies(rule, mesh)`; None emits the call unchanged.
+        args, kwargs: the arguments of the call, with a local value, a `fx.Proxy` of `tracer`, in place of each tensor.
+        rule: the call's rule. With None, the call itself is emitted.
+        strategy: one of `enumerate_strategies(rule, mesh)`. With None, the call itself is emitted.
         mesh: the mesh of the strategy.
-        output_shapes: global shapes of the results (None entries of a tuple result left out).
-        tracer: owner of the extended graph, e.g. `GraphAppendingTracer(graph)`.
+        output_shapes: global shapes of the results, without None entries of a tuple result.
+        tracer: the owner of the graph to append to, such as `GraphAppendingTracer(graph)`.
 
     Returns:
-        A proxy of the result of `target`. Operators with several results give a proxy of the tuple or a tuple of
-        proxies; `result[i]` works on both.
+        A proxy of the call's result. For an operator with several results it is a proxy of the tuple, or a tuple of
+        proxies. `result[i]` works on both.
     """
     if rule is None or strategy is None or not strategy.splits(mesh):
         return _call_itself(target, args, kwargs, tracer)
@@ -95,7 +96,7 @@ def emit_local(
 
 
 def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: TracerBase) -> Proxy:
-    """Emit the operator on local operands, made contiguous where its kernel needs it."""
+    """Emit a call of the operator on local operands. Operands that its kernel needs contiguous are made contiguous."""
     given = list(args)
     for place in in_order(target):
         given[place] = tracer.create_proxy("call_function", _aten.contiguous.default, (given[place],), {})
@@ -103,7 +104,7 @@ def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tr
 
 
 def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> dict[int, dict[str, Any]]:
-    """For each operand whose padding is filled before the call: the factors with padding, and the number to fill in.
+    """Return the padding to fill before a call: from an operand's index to a dict from a factor to the fill value.
 
     Args:
         rule: the call's rule.
@@ -123,7 +124,7 @@ def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> d
 def _fill_padding(
     context: FxLocalContext, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Fill the padding of the arguments where the rule needs it."""
+    """Return the arguments, with the padding of local values filled where the rule needs it."""
     wanted = fills(context.rule, context.splits, context.mesh)
     if not wanted:
         return args, kwargs
@@ -142,10 +143,10 @@ class FxLocalContext:
 
     Args:
         target: the operator of the call.
-        rule: its rule.
-        splits: factor to the axes that split it, major to minor.
+        rule: the rule of the call.
+        splits: from a factor to the axes that split it, major to minor.
         mesh: the mesh of the axes.
-        tracer: owner of the graph.
+        tracer: the owner of the graph.
     """
 
     target: Any
@@ -210,7 +211,7 @@ class FxLocalContext:
         return self.global_size(factor) % self.shards(factor) == 0
 
     def _levels(self, factor: str) -> list[tuple[str, int]]:
-        """The axes that split a factor, each with the padded size of its pieces."""
+        """Return the axes that split a factor, major to minor, each with the padded size of a piece after its split."""
         found, size = [], self.global_size(factor)
         for axis in self.splits.get(factor, ()):
             size = -(-size // self.mesh.axis_size(axis))
@@ -224,7 +225,7 @@ class FxLocalContext:
         return ",".join(axes) if axes else None
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
-        """The local value of an operand with `number` in the padding of `factor`."""
+        """Emit calls that write `number` into the padding of `factor` in an operand's local value, and return it."""
         dims = self.rule.inputs[operand]
         dim, real = dims.index((factor,)), self.real_size(factor)
         kept = self.call(_aten.narrow.default, value, dim, 0, real)

@@ -1,8 +1,8 @@
-"""From a rule to strategies: every assignment of mesh axes to factors.
+"""Lists the strategies of a call that its rule allows on a mesh.
 
-Each axis of a mesh makes one of three choices for a call, independently. It does nothing (every rank computes the
-whole), splits a factor, or carries a partial value through operands in which the operator is linear. The specs of
-operands and results follow from the choices and are never listed by hand.
+For a call, each axis of the mesh makes one of three choices. It does nothing, so that all its ranks compute the same.
+Or it splits a factor. Or it carries partial values through operands in which the operator is linear. The specs of
+operands and results follow from the choices of all axes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """An axis splits a factor, or several at once (`Rule.together`)."""
+    """The choice of an axis to split `factor`, and with it the factors `others` (`Rule.together`)."""
 
     factor: str
     others: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Split:
 
 
 Choice = Split | Carry | None
-"""The choice of one axis for one call. None repeats the call on every rank of the axis."""
+"""The choice of one axis for one call. With None, every rank of the axis computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Strategy:
     choices: tuple[Choice, ...]
 
     def splits(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-        """The axes that split each factor, major to minor; axes of size one split nothing."""
+        """Return a dict from each split factor to its axes, major to minor. Axes of size one are left out."""
         result: dict[str, tuple[str, ...]] = {}
         for (axis, size), choice in zip(mesh.axes, self.choices, strict=True):
             for factor in choice.factors if isinstance(choice, Split) and size > 1 else ():
@@ -58,17 +58,23 @@ class Strategy:
 
 
 def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
-    """The strategy that repeats a call on every rank, the only strategy of a call without a rule."""
+    """Return the strategy in which every rank computes the whole call.
+
+    Args:
+        rule_inputs: the number of tensor operands.
+        rule_outputs: the number of tensor results.
+        mesh: the mesh.
+    """
     whole = PartitionSpec()
     return Strategy((whole,) * rule_inputs, (whole,) * rule_outputs, (None,) * len(mesh.axes))
 
 
 Groups = Sequence[Sequence[str]]
-"""The axes of a mesh in order, in groups of neighbours. Axes of a group make the same choice."""
+"""The names of a mesh's axes in order, in groups of neighbours. All axes of a group make the same choice."""
 
 
 def choices_of_groups(mesh: Mesh, options: Sequence[T], groups: Groups | None = None) -> Iterator[tuple[T, ...]]:
-    """Every choice of an option for each axis; axes of one of the `groups`, if there are any, choose alike."""
+    """Yield every tuple with one of `options` for each axis of the mesh. Axes of one group have the same option."""
     sizes = [1] * len(mesh.axes) if groups is None else list(map(len, groups))
     for choices in product(options, repeat=len(sizes)):
         yield tuple(choice for choice, size in zip(choices, sizes, strict=True) for _ in range(size))
@@ -78,7 +84,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
     """Return every strategy that `rule` admits on `mesh`, the fully replicated strategy first.
 
     A split factor must lead its dim in every operand and result, or all factors before it must be split to single
-    elements. Its size must divide by the number of pieces, or the rule must allow padding.
+    elements. The number of pieces must divide the factor's size, or the rule must allow padding.
     """
     found = {}
     for choices in choices_of_groups(mesh, axis_choices(rule), groups):
@@ -89,7 +95,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
 
 
 def axis_choices(rule: BoundRule) -> list[Choice]:
-    """The choices of a single axis for a call."""
+    """Return all choices that a single axis has for a call."""
     together = (Split(first, tuple(others)) for first, *others in rule.together)
     return [None, *(Split(factor) for factor in rule.splittable), *together, *_carries(rule)]
 
@@ -104,7 +110,10 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
-    """The strategy of the axes' choices; None if no spec expresses it."""
+    """Return the strategy in which each axis of the mesh makes its choice of `choices`.
+
+    Return None if the choices do not fit together, or if no spec expresses the strategy.
+    """
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
         for factor in choice.factors if isinstance(choice, Split) else ():
@@ -127,9 +136,11 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
 
 
 def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
-    """Whether axes may split a factor: evenly, or with padding filled alike in all addends.
+    """Whether these axes together may split a factor.
 
-    Pieces must not be smaller than the exchange between ranks needs.
+    Pieces must be large enough for the rewrite's communication. An uneven split needs padding that the rule allows. If
+    padding is filled with another value than 0, no partial sum or product may be carried, because each addend would
+    have the fill value.
     """
     if rule.sizes[factor] // mesh.shards(axes) < rule.exchanged.get(factor, 0):
         return False
@@ -143,7 +154,10 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
 
 
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
-    """Addends may be reduced in any order only if all pending reductions of a value are the same."""
+    """Whether each operand and each result has at most one kind of pending reduction over all axes.
+
+    A value that is a partial sum over one axis and a partial maximum over another would depend on their order.
+    """
     for output in range(len(rule.outputs)):
         reductions = {carry.result(output) for carry in carried.values()} - {None}
         reductions |= {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}
@@ -155,7 +169,11 @@ def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carri
 def _pending(
     rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
 ) -> dict[str, str]:
-    """The reductions pending on operand `index`: carried reductions, and for an addend those of the reduced factors."""
+    """Return a dict from an axis to the pending reduction of operand `index` over it.
+
+    An axis that carries the operand has the carry's reduction. For an operand in `added`, an axis that splits a reduced
+    factor has the factor's reduction.
+    """
     pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
     if index in rule.added:
         reduced = (f for f in splits if any(rule.is_reduced(f, output) for output in range(len(rule.outputs))))
@@ -179,12 +197,12 @@ def _result_spec(
 
 
 def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]) -> list[str]:
-    """Axes that split this factor alone."""
+    """Return those of `axes` that split `factor` and no other factor."""
     return [axis for axis in axes if not any(axis in found for other, found in splits.items() if other != factor)]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether each `others` factor of a joint split is split by such axes alone."""
+    """Whether each factor in `Split.others` of some choice is split only by axes that also split another factor."""
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 
@@ -200,14 +218,18 @@ def _operand_spec(
 
 @lru_cache(maxsize=2**16)
 def _spec(axes: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]) -> PartitionSpec:
-    """The spec that splits each dim over some axes. Equal specs are one object."""
+    """Return the spec that splits each dim over the given axes. Equal specs are the same object."""
     return PartitionSpec(*axes, partial=dict(partial))
 
 
 def _dim_axes(
     rule: BoundRule, mesh: Mesh, dim: tuple[str, ...], splits: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """The axes that split a dim, or None if the split has a stride that no spec expresses."""
+    """Return the axes that split a dim, major to minor, or None if no spec expresses the split.
+
+    A factor may be split only if all factors before it in the dim are split to single elements. Otherwise a rank's
+    piece of the dim would not be contiguous.
+    """
     if len(dim) == 1:
         return splits.get(dim[0], ())
     axes: tuple[str, ...] = ()

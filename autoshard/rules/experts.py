@@ -1,10 +1,10 @@
-"""Rules of `autoshard::experts`: four ways to split a layer of experts, in any mixture.
+"""Rules of `autoshard::experts`. An axis may split a layer of experts in four ways, and axes may mix them.
 
-* Tokens: each rank has all experts, and their gradients are sums.
-* Experts, with gathered tokens: a rank computes the addends of its experts; results are sums.
-* Intermediate values of each expert, like any two consecutive products.
-* Tokens and experts by the same axis: all-to-alls send tokens to the ranks of their experts and back
-(`autoshard.kernels.exchanged_experts`). Nothing is a sum over the axis.
+* Tokens: each rank has all experts. The gradients of the experts are partial sums.
+* Experts: each rank has all tokens, and computes the addends of its experts. The results are partial sums.
+* Intermediate size: each rank has a part of each expert, as in tensor parallelism of two consecutive products.
+* Tokens and experts by the same axis, as in expert parallelism: all-to-alls send tokens to the ranks of their experts
+  and back (`autoshard.kernels.exchanged_experts`). No result is a partial sum over the axis.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.rules.registry import sharding_rule
 _Tensor = torch.Tensor
 aten = torch.ops.aten
 
-# t tokens, e experts, i intermediate values.
+# Factors: t tokens, e experts, i intermediate size.
 _TOKENS = "t _"
 _TOGETHER = (("t", "e"),)
 
@@ -31,7 +31,7 @@ def experts(
     x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None, down: _Tensor,
     experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Linear in the weights and in the last matrices."""
+    """Return the rule: results are linear in the router's weights and in the matrices `down`."""
     held = _held(gate_up_bias is not None, transposed, interleaved)
     return Rule(
         f"{_TOKENS}, {_TOKENS}, {_TOKENS}, {', '.join(held)} -> {_TOKENS}",
@@ -45,7 +45,11 @@ def experts_backward(
     grad_out: _Tensor, x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None,
     down: _Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Gradients of matrices are sums over tokens, those of tokens and weights over experts and intermediate values."""
+    """Return the rule.
+
+    Gradients of matrices are sums over tokens. Gradients of tokens and of the router's weights are sums over experts
+    and over intermediate values.
+    """
     held = ", ".join(_held(gate_up_bias is not None, transposed, interleaved))
     return Rule(
         f"{', '.join([_TOKENS] * 4)}, {held} -> {_TOKENS}, {_TOKENS}, {held}",
@@ -55,7 +59,7 @@ def experts_backward(
 
 
 def _held(has_bias: bool, transposed: bool, interleaved: bool) -> list[str]:
-    """The dims of gate_up, its bias and down. The two halves of gate_up are interleaved or follow each other."""
+    """Return the notation of gate_up, of its bias if there is one, and of down, for the layouts of `ExpertWeights`."""
     inner = "i _" if interleaved else "_ i"
     gate_up = f"e _ {inner}" if transposed else f"e {inner} _"
     return [gate_up, *([f"e {inner}"] if has_bias else []), "e i _" if transposed else "e _ i"]
@@ -70,7 +74,11 @@ def _local_backward(context: LocalContext, grad_out: Any, x: Any, index: Any, *r
 
 
 def _call(context: LocalContext, exchanged: Any, tokens: tuple[Any, ...], index: Any, rest: tuple[Any, ...]) -> Any:
-    """Emit the call on a rank's experts, with an exchange, or with indices relative to the rank's first expert."""
+    """Emit the call on a rank's experts.
+
+    If one axis splits both tokens and experts, emit the operator `exchanged`. If experts are split otherwise, subtract
+    the number of the rank's first expert from the indices.
+    """
     group = context.group("t", "e")
     if group is not None:
         return context.call(exchanged, *tokens, index, *rest, group)

@@ -1,4 +1,4 @@
-"""The fan-out: an identity, inserted by the planner, at which a value is resharded once for several users."""
+"""The fan-out: an identity that the planner inserts, so that a value is resharded once for several readers."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""Halo exchange: operators that slide windows over a dim that is split between ranks.
+"""Halo exchange for operators that slide windows over a split dim, such as convolution and pooling.
 
-Window o of an operator with stride s and padding p reads the elements o s - p ... o s - p + e - 1, where e = dilation
-(kernel - 1) + 1. If size = windows x s, the dim is a product of factors (o s). The ranks that split o then hold their
-windows and just the elements between them. To compute its windows a rank lacks the *halos*, p elements before its piece
-and e - s - p after it. If the latter is negative, the rank has surplus elements. Halos come from the neighbours, and
-from the operator's own padding at the ends of the line. A gradient goes the other way: a rank sends the gradients of
-its halos back, and the neighbour adds them. (Dryden et al. 2019, "Improving strong-scaling of CNN training by
-exploiting finer-grained parallelism", chapter III.)
+Window o of an operator with stride s and padding p reads the elements o s - p to o s - p + e - 1, where
+e = dilation (kernel - 1) + 1. If the dim has s elements for each window, it is a product of factors (o s). The ranks
+that split o then hold a part of the windows, and s elements for each of these windows.
 
-Several split dims are extended one after the other, so that corners travel in two steps. Gradients are folded in
-reverse order.
+To compute its windows a rank lacks the *halos*: p elements before its piece, and e - s - p elements after it. If the
+latter number is negative, the rank has surplus elements. Halos come from the neighbours. At both ends of the dim they
+are the operator's own padding. A gradient goes the other way: a rank sends the gradients of its halos back, and the
+neighbour adds them. The method is that of Dryden et al., "Improving strong-scaling of CNN training by exploiting
+finer-grained parallelism" (2019), chapter III.
+
+If several dims are split, they are extended one after the other, so that corners travel in two steps. Gradients are
+folded in reverse order.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ class HaloWindow:
     """The windows along one dim of an operand.
 
     Args:
-        dim: the dim in operand and result, negative, counted from the last.
-        size: number of elements.
-        count: number of windows.
-        kernel, stride, padding, dilation: parameters of the windows.
-        is_plain: whether all windows are alike, even those that reach into padding.
+        dim: the dim in operand and result, a negative index from the end.
+        size: the number of elements of the operand's dim.
+        count: the number of windows, which is the size of the result's dim.
+        kernel, stride, padding, dilation: the operator's parameters for this dim.
+        is_plain: whether all windows are computed in the same way, even those that reach into padding.
     """
 
     dim: int
@@ -50,49 +52,50 @@ class HaloWindow:
 
     @property
     def factor(self) -> str:
-        """The rule's factor that counts windows."""
+        """Name of the factor o, the number of the window, such as "o1" for the last dim."""
         return f"o{-self.dim}"
 
     @property
     def within(self) -> str:
-        """The rule's factor that counts the elements between the starts of two windows."""
+        """Name of the factor s, the stride, such as "s1" for the last dim."""
         return f"s{-self.dim}"
 
     @property
     def fits(self) -> bool:
-        """Whether pieces of the dim have just the elements between the windows of a rank."""
+        """Whether the dim may be split: it has `stride` elements for each window, and all windows are alike."""
         return self.is_plain and 0 < self.size == self.count * self.stride
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last of a window."""
+        """The number of elements from the first to the last element of a window."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def halo(self) -> Halo:
-        """The halo that a rank's piece of the elements needs for its windows."""
+        """The halo that a rank needs to compute its windows."""
         return Halo(self.dim, self.factor, self.stride, self.padding, self.extent - self.stride - self.padding)
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The factors of the dim of elements."""
+        """The factors of the operand's dim."""
         return (self.factor, self.within) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the dim of windows."""
+        """The factors of the result's dim."""
         return (self.factor,) if self.fits else BLOCKED
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Missing elements of a rank's piece of a dim, on either side.
+    """The elements that a rank needs on both sides of its piece of a dim.
 
     Args:
-        dim: the dim, negative, counted from the last.
-        factor: the rule's factor that splits it.
+        dim: the dim, a negative index from the end.
+        factor: the factor of the rule that splits the dim.
         scale: elements of the dim for each element of the factor.
-        left, right: number of missing elements; a negative `right` is a number of surplus elements.
+        left, right: the numbers of missing elements before and after the piece. A negative `right` is a number of
+            surplus elements.
     """
 
     dim: int
@@ -103,21 +106,22 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """The smallest piece, in elements of the factor, from which a neighbour can take its halo; 0 for an empty
-        halo.
+        """The size of the smallest piece from which a neighbour can take its halo, in elements of the factor.
+
+        It is 0 for an empty halo.
         """
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:
-        """The number of elements in the rank's piece."""
+        """Return the number of elements of the dim in the rank's piece."""
         return context.local_size(self.factor) * self.scale
 
     def extended_size(self, context: LocalContext) -> int:
-        """The number of elements with halos."""
+        """Return the number of elements of the dim in the rank's piece with halos."""
         return self.left + self.size(context) + self.right
 
     def start(self, context: LocalContext) -> Any:
-        """The global index of the first element with halos."""
+        """Return the global index of the first element of the rank's piece with halos."""
         return context.offset(self.factor) * self.scale - self.left
 
 
@@ -131,7 +135,14 @@ def sliding(
     *,
     is_plain: bool = True,
 ) -> tuple[HaloWindow, ...]:
-    """The windows of each spatial dim; spatial dims are the last. Options of length one hold for all dims."""
+    """Return the windows of each spatial dim. The spatial dims are the last dims of the operand.
+
+    Args:
+        elements: the operand's size of each spatial dim.
+        windows: the result's size of each spatial dim.
+        kernel, stride, padding, dilation: the operator's options, one for each spatial dim or one for all of them.
+        is_plain: whether all windows are computed in the same way, even those that reach into padding.
+    """
     space = len(elements)
     options = (each(option, space) for option in (kernel, stride, padding, dilation))
     rows = zip(elements, windows, *options, strict=True)
@@ -139,58 +150,60 @@ def sliding(
 
 
 def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
-    """An option for each of `space` dims."""
+    """Return an option as a tuple with one number for each of `space` dims."""
     listed = (option,) if isinstance(option, int) else tuple(option)
     return listed * space if len(listed) == 1 else listed
 
 
 def within(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """The rule's factors that count elements between windows, with their sizes. They cannot be split."""
+    """Return a dict from the name of each factor s of the windows to its size, the stride. They cannot be split."""
     return {window.within: window.stride for window in windows if window.fits}
 
 
 def counted(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """The rule's factors that count windows. They can only be split evenly."""
+    """Return the names of the factors o of the windows. They can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
 def exchanged(halos: Sequence[Halo]) -> dict[str, int]:
-    """The factors along which neighbours communicate, for `Rule.exchanged`."""
+    """Return `Rule.exchanged` for these halos: from a factor to the smallest piece that a rank may hold."""
     return {halo.factor: halo.least for halo in halos if halo.least}
 
 
 def split_halos(context: LocalContext, halos: Sequence[Halo]) -> list[Halo]:
-    """The halos of split dims."""
+    """Return the halos of dims that are split between ranks."""
     return [halo for halo in halos if context.shards(halo.factor) > 1]
 
 
 def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo]) -> list[int]:
-    """The padding left to the operator itself: none along extended dims."""
+    """Return the padding argument for each of `space` spatial dims, with 0 for dims that `halos` extends."""
     extended = {halo.dim + space for halo in halos}
     return [0 if dim in extended else amount for dim, amount in enumerate(each(padding, space))]
 
 
 def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: float) -> Any:
-    """`extend` along several dims."""
+    """Extend a rank's piece by the halos of several dims, one after the other."""
     for halo in halos:
         value = extend(context, value, halo, fill)
     return value
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """`fold` along several dims, after `extend_all`."""
+    """Fold the gradient of a piece with halos along several dims, in the reverse order of `extend_all`."""
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value
 
 
 def extend(context: LocalContext, value: Any, halo: Halo, fill: float) -> Any:
-    """Extend a rank's piece by its halo: elements of the neighbours, and `fill` beyond the ends of the line.
+    """Emit calls that extend a rank's piece by its halo, and return the extended piece.
+
+    The halo has elements of the neighbours. At both ends of the dim it is `fill`.
 
     Args:
-        context: the place of the rank.
-        value: the piece; its size along `halo.dim` is `halo.size(context)`.
-        halo: its missing elements; neighbours have at least as many (`Halo.least`).
+        context: the pieces of the rank.
+        value: the piece. Its size along `halo.dim` is `halo.size(context)`.
+        halo: the missing elements of the piece. Neighbours have at least as many elements (`Halo.least`).
         fill: the operator's padding value.
     """
     size, right = halo.size(context), max(halo.right, 0)
@@ -204,9 +217,9 @@ def extend(context: LocalContext, value: Any, halo: Halo, fill: float) -> Any:
 
 
 def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
-    """The gradient of a rank's piece from the gradient of the piece with halos, the transpose of `extend`.
+    """Emit the backward of `extend`: return the gradient of a rank's piece, given the gradient of the extended piece.
 
-    Gradients of a neighbour's elements are sent and added there; gradients of padding are dropped.
+    Gradients of a neighbour's elements are sent to the neighbour and added there. Gradients of padding are dropped.
     """
     size, right = halo.size(context), max(halo.right, 0)
     if not halo.left and not halo.right:
@@ -230,7 +243,7 @@ def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
 
 
 def _narrow(context: LocalContext, value: Any, halo: Halo, start: int, length: int) -> Any:
-    """Some elements of the dim, or None for length 0."""
+    """Emit a slice of `length` elements of the halo's dim from `start` on. Return None for length 0."""
     return context.call(aten.narrow.default, value, halo.dim, start, length) if length else None
 
 
@@ -242,9 +255,17 @@ def _join(context: LocalContext, first: Any, second: Any, halo: Halo) -> Any:
 def _swap(
     context: LocalContext, halo: Halo, to_right: Any, to_left: Any, sizes: tuple[int, int], fill: float
 ) -> tuple[Any, Any]:
-    """The strips sent by the left and the right neighbour, or `fill` without a neighbour; None for empty strips.
+    """Exchange strips of a piece with both neighbours, and return the strips from the left and the right neighbour.
 
-    One all-gather moves both strips. They are thin, and no other collective has equal shapes on all ranks.
+    A rank without a neighbour on one side has `fill` there. An empty strip is None. One all-gather moves both strips.
+    They are thin, and other collectives would need other shapes at the ends of the dim.
+
+    Args:
+        context: the pieces of the rank.
+        halo: the dim and the factor.
+        to_right, to_left: the strips to send, or None.
+        sizes: the sizes of the strips from the left and from the right neighbour.
+        fill: the operator's padding value.
     """
     sent = [strip for strip in (to_right, to_left) if strip is not None]
     if not sent:
@@ -254,7 +275,10 @@ def _swap(
     ranks, index = context.shards(halo.factor), context.index(halo.factor)
 
     def receive(step: int, first: int, start: int, length: int) -> Any:
-        """The strip of the rank `step` further on; `fill` on the rank `first`, which has no neighbour there."""
+        """Return elements start to start + length of the strips from the rank `step` places further on.
+
+        The rank with index `first` has no neighbour in this direction, and gets `fill`.
+        """
         if not length:
             return None
         strip = context.call(aten.select.int, strips, 0, (index + step) % ranks)

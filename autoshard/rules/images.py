@@ -1,6 +1,7 @@
-"""Rules of resampling and windows: ranks can split batch and channels, and each rank needs whole spatial dims.
+"""Rules of resampling, `im2col`, `pixel_shuffle` and `grid_sampler`. Pooling is in `autoshard.rules.pooling`.
 
-Every backward is linear in the gradient. Interpolation is also linear in its operand. Pooling has a file of its own.
+Ranks may split batch and channels. Each rank needs whole spatial dims of its operand. Every backward is linear in the
+gradient. Interpolation is also linear in its operand.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ _LINEAR = ((0,),)
 
 
 def _planes(x: torch.Tensor, space: int) -> Dims:
-    """Name the dims of a tensor. The last `space` dims are blocked, which means whole on each rank."""
+    """Return the dims of a tensor. The last `space` dims cannot be split, and all others have one factor each."""
     return (*named(x.dim() - space), *all_blocked(space))
 
 
 def _window(
     space: int, results: int = 1, *, is_linear: bool = False, carries: Sequence[Carry] = ()
 ) -> Callable[..., Rule]:
-    """Make the rule of operators whose tensor operands and results all end in `space` spatial dims."""
+    """Return the rule function of an operator whose tensor operands and results all end in `space` spatial dims.
+
+    Args:
+        space: the number of spatial dims, which cannot be split.
+        results: the number of results.
+        is_linear: whether the operator is linear in its first operand. Integers are rounded, so they are not.
+        carries: further partial values that pass.
+    """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
         operands = tuple(_planes(operand, space) for operand in tensor_operands(args, kwargs))
@@ -57,7 +65,7 @@ def _resample_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
-    """Run the backward with this rank's shape for `input_size`, because that argument includes batch and channels."""
+    """Emit the backward with the local shape as `input_size`, because this argument includes batch and channels."""
     return context.default(grad, output_size, context.output_shape(), *rest)
 
 
@@ -70,7 +78,7 @@ for _space, _names in _RESAMPLERS.items():
 
 @sharding_rule(aten.im2col.default)
 def im2col(x: torch.Tensor, *_: Any) -> Rule:
-    """A dim of the result merges channels (outer) with the window's elements (inner). A split of it splits channels."""
+    """Return the rule. A dim of the result is channels (major), which may be split, times window elements (minor)."""
     batch = named(x.dim() - 3, "n")
     result = (*batch, ("c", "_"), BLOCKED)
     return Rule((((*batch, ("c",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR)
@@ -105,14 +113,17 @@ def _pixels(factor: int) -> dict[str, int]:
 
 
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
-    """Name the dims of the operand, of the grid and of the result."""
+    """Return the dims of the operand, of the grid and of the result. Positions of the grid may be split."""
     blocked = all_blocked(space)
     places = named(space, "p")
     return (("n",), ("c",), *blocked), (("n",), *places, BLOCKED), (("n",), ("c",), *places)
 
 
 def _within_planes(space: int) -> dict[str, Fill]:
-    """Pad a grid with 0, which is a valid position. With NaN there, ATen's kernels would read anywhere in memory."""
+    """Return `Rule.padding` that fills a grid with 0, which is a valid position.
+
+    With NaN there, ATen's kernels would read anywhere in memory.
+    """
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 
 
@@ -125,7 +136,7 @@ def _grid_sampler(space: int) -> Callable[..., Rule]:
 
 
 def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
-    """Make the rule of the backward of `grid_sampler`.
+    """Return the rule function of the backward of `grid_sampler`.
 
     The operand's gradient is a sum over the grid's positions. The grid's gradient is a sum over channels, and is linear
     in the operand.

@@ -1,7 +1,7 @@
-"""Rules of operators that read or write by index.
+"""Rules of operators that read or write by index, such as `embedding`, `gather`, `scatter` and `index_put`.
 
-The dims of the index are independent. The indexed dim can be split if the local form can skip the indices of other
-ranks. Their look-ups are zero, and the pieces add up.
+The dims of the index may be split. The indexed dim of some operators may be split too. Then each rank reads the indices
+of its own piece, and puts zeros for the indices of other ranks. The results are partial sums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ aten = torch.ops.aten
 
 
 def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any, Any]:
-    """Indices into the rank's piece of `factor`, 0 for those of other ranks, and a mask of the latter."""
+    """Emit the indices into the rank's piece of `factor`, and a mask of the indices that belong to other ranks.
+
+    The indices of other ranks become 0.
+    """
     shifted = context.call(aten.sub.Tensor, indices, context.offset(factor))
     too_low = context.call(aten.lt.Scalar, shifted, 0)
     too_high = context.call(aten.ge.Scalar, shifted, context.real_size(factor))
@@ -78,7 +81,7 @@ def _local_embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> Any:
-    """Indices of other ranks, and padding, add zero to row 0."""
+    """Emit the backward on the rank's rows. Indices of other ranks, and of padding, add zero to row 0."""
     if not context.is_split("v"):
         return context.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
     local, skipped = local_indices(context, indices, "v")
@@ -164,13 +167,13 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
 
 
 def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """The notation of a call of which no dim may be split, with a result like the first operand."""
+    """Return the dims of a call in which no dim may be split. The result has the shape of the first operand."""
     dims = tuple(all_blocked(operand.dim()) for operand in operands)
     return dims, dims[:1]
 
 
 def _written(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Rule:
-    """Some elements are replaced by those of the source, and no dim may be split."""
+    """Return the rule of a call that replaces elements of `x` by elements of `source`. No dim may be split."""
     return Rule(_whole([x, index, source]), linear=[(0, 2)] if is_additive(x) else (), carries=_beside(x, source, 2))
 
 
@@ -203,7 +206,11 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
 
 
 def _aligned(shape: Sequence[int], index_shape: Sequence[int], position: int) -> tuple[Dims, Dims]:
-    """The dims of an operand and of its index: shared where sizes agree, `v` and `i` along `position`."""
+    """Return the dims of an operand and of its index.
+
+    Along `position`, the operand has the factor `v` and the index has the factor `i`. Other dims share their factor if
+    sizes agree, and cannot be split otherwise.
+    """
     dims = named(len(shape))
     shared = [size == other for size, other in zip(shape, index_shape, strict=True)]
     others = with_blocked(dims, [dim for dim, is_shared in enumerate(shared) if not is_shared])
@@ -257,7 +264,17 @@ def scatter_reduce(
 def _reducing(
     sides: tuple[tuple[Dims, ...], tuple[Dims, ...]], x: torch.Tensor, reduce: str, include_self: bool
 ) -> Rule:
-    """Operand 2 is reduced into operand 0 at the places of an index `i`; a mean only of all there is."""
+    """Return the rule of an operator that reduces elements of operand 2 into operand 0 at indices with the factor `i`.
+
+    `i` may be split for a sum, product, maximum or minimum that includes the old elements of operand 0. A mean needs
+    all elements.
+
+    Args:
+        sides: the dims of operands and result.
+        x: operand 0.
+        reduce: the name of the reduction: "sum", "mean", "prod", "amax" or "amin".
+        include_self: whether the old elements of operand 0 are part of the reduction.
+    """
     linear, carries = _REDUCED[reduce]
     if reduce in ("sum", "mean") and not x.is_floating_point():  # means round, and sums wrap round
         linear, carries = [] if reduce == "mean" else linear, []
@@ -274,9 +291,9 @@ _REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
     "amax": ([], [*increasing((0,)), *maxima((2,), (0, 2))]),
     "amin": ([], [*increasing((0,)), *minima((2,), (0, 2))]),
 }
-"""Partial values that pass through the tensor, and through the reduced operand, for each reduction.
+"""From the name of a reduction to its `Rule.linear` and `Rule.carries`, for operands 0 (target) and 2 (source).
 
-Several elements of operand 2 may meet at one place, so only the reduction itself passes through it.
+Several elements of the source may meet at one place, so only partial values of the reduction itself pass through it.
 """
 
 
@@ -293,19 +310,22 @@ def index_reduce(
 
 
 def _beside_number(x: torch.Tensor, value: float) -> list[Carry]:
-    """Partial values that pass through a tensor if a number replaces some of its elements."""
+    """Return carries through operand 0 of a call that replaces some elements of `x` by the number `value`."""
     return meaningful([x], [*increasing((0,)), *(products((0,)) if value in (0, 1) else [])])
 
 
 def _beside(x: torch.Tensor, other: torch.Tensor, index: int) -> list[Carry]:
-    """Partial values that pass through a tensor if operand `index` replaces some of its elements."""
+    """Return carries of a call that replaces elements of `x` (operand 0) by elements of `other` (operand `index`)."""
     return meaningful({0: x, index: other}, [*increasing((0,), (index,)), *moving((0, index))])
 
 
 def _scattered(
     x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None = None
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
-    """The notation: the written dim is blocked, `i` is the index along it."""
+    """Return the dims of operands and result of `scatter` and its relatives.
+
+    The written dim of `x` cannot be split. Index and source have the factor `i` there.
+    """
     if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
         return _whole(tensors(x, index, src))
     position = normal_dim(dim, x.dim())
@@ -348,9 +368,9 @@ def index_put(
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
-    """The dims of the operand, of each index, and of the selection; None without an index.
+    """Return the dims of the operand, of each index tensor, and of the selected elements, or None without an index.
 
-    A mask stands for one index vector per mask dim. Their length depends on its values.
+    A mask stands for one vector of indices for each of its dims. The vectors' length depends on the mask's values.
     """
     tensors = [index for index in indices if index is not None]
     if not tensors:
@@ -372,7 +392,7 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def _indexed_dims(indices: Sequence[torch.Tensor | None]) -> list[int]:
-    """The dims of each index. A mask covers several dims, so later indices move on."""
+    """Return the dims of the operand that the index tensors cover, ascending. A mask covers as many dims as it has."""
     found: list[int] = []
     dim = 0
     for index in indices:
@@ -396,7 +416,10 @@ def embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, per_sample_weights: torch.Tensor | None = None, *_: Any,
 ) -> Rule | None:  # fmt: skip
-    """Columns of the table are independent. A maximum (mode 2) also returns the row of each column's maximum."""
+    """Return the rule: columns of the table may be split.
+
+    The last result of a maximum (mode 2) has the row of each column's maximum, so it is split with the columns.
+    """
     columns = (BLOCKED, ("d",))
     others = ((BLOCKED,),) * (2 if per_sample_weights is None else 3)
     rows = (columns, (1, 2)) if mode == 2 else ((BLOCKED,), (1, 2, 3))
@@ -405,7 +428,10 @@ def embedding_bag(
 
 @sharding_rule(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
 def embedding_bag_backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-    """Columns are independent; all other operands are indices and weights of rows, and for maxima of each element."""
+    """Return the rule: columns may be split. Other operands are indices and weights, of rows or of elements.
+
+    For maxima, an operand has an index for each element, and is split with the columns.
+    """
     result = (BLOCKED, ("d",))
     others = (result if x.dim() == 2 else all_blocked(x.dim()) for x in tensor_operands(args, kwargs))
     return Rule(((result, *others), (result,)), linear=[(0,)])

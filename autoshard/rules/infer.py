@@ -1,16 +1,16 @@
-"""Find the sharding rule of an operator by running it on shards.
+"""Finds the sharding rule of an operator by running it on shards.
 
-1. Find the dims of the operands that change their size together. Each set of dims may be a factor (`sampling`).
-2. Draw operands of several sizes and values, and run the operator whole.
-3. For each factor, cut the operands along it and run the operator on each piece. For each result, keep the ways in
-   which the pieces form the whole (concatenated along a dim, reduced, all equal). If no way works, cut other operands
-   into random addends too (the bias of a product).
-4. For each set of operands, cut them into random addends, and keep the set if the results add up. The operator is
-   linear in it.
+1. Find the dims of the operands that must have equal sizes. Each set of such dims may be a factor (`sampling`).
+2. Draw operands of several sizes and values, and run the operator on the whole operands.
+3. For each factor, cut the operands along it, and run the operator on each piece. For each result, keep the ways in
+   which the pieces make up the whole: concatenated along a dim, reduced, or all equal. If no way works, also cut other
+   operands, such as the bias of a product, into random addends.
+4. For each set of operands, cut them into random addends. If the results add up, the operator is linear in the set.
 
-The rule has the factors that work on all draws. A factor that fails once, or cannot be tried at two sizes, is blocked.
-This is evidence, no proof, so `registry.inferred_operators` lists inferred rules. The idea of finding parallel dims by
-execution follows EasyDist's ShardCombine (Alibaba, 2023). Redrawn sizes, addends and linearity are ours.
+The rule has the factors that work on all draws. A factor that fails once, or that cannot be tried at two sizes, is
+blocked. This is evidence and no proof, so `registry.inferred_operators` lists inferred rules. The idea of finding
+parallel dims by execution follows EasyDist's ShardCombine (Alibaba, 2023). Redrawn sizes, addends and linearity are
+additions of autoshard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, 
 from autoshard.rules.sampling import SampledCall, Sampler, Tie, Trial, agree, call_of, is_additive
 
 Outcome = int | str
-"""How pieces of a result make it up: concatenated along a dim, reduced ("sum", "max", "min"), or "whole"."""
+"""The way in which the pieces of a result make up the whole result.
+
+It is the dim along which the pieces are concatenated, or the reduction of the pieces ("sum", "max", "min"). "whole"
+means that each piece equals the whole.
+"""
 
 _REDUCERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -48,8 +52,8 @@ class FoundFactor:
 
     Args:
         tie: the operand dims of the factor.
-        outcomes: for each result, how its pieces form it.
-        added: operands that must be addends where the factor is split.
+        outcomes: for each result, the way in which its pieces make it up.
+        added: indices of operands that must be partial sums if the factor is split.
     """
 
     tie: Tie
@@ -64,23 +68,23 @@ class FoundFactor:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A rule with its calls: calls of equal ranks, types and other arguments."""
+    """An inferred rule, and the text `kind` that `_kind_of_call` returns for the calls that it covers."""
 
     kind: str
     rule: Rule
 
 
 def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) -> Rule:
-    """Find the sharding rule of an operator by running it on shards, and register the rule.
+    """Find the sharding rule of an operator by running it on shards, register the rule, and return it.
 
-    The rule covers calls like the sample: operands of the same ranks, all other arguments equal. Infer from another
-    sample to cover other calls. Calls without a rule run whole on every device.
+    The rule covers calls like the sample: the operands have the same numbers of dims, and all other arguments are
+    equal. Infer from another sample to cover other calls. Calls without a rule run whole on every device.
 
     Args:
         operator: a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`.
-        sample_inputs: a tuple of positional or a dict of keyword arguments that the operator accepts, with real
-            tensors. Dims of size one are assumed to be always of size one. Give other dims sizes of 2 or more,
-            different where possible. The operator runs hundreds of times, so use small tensors.
+        sample_inputs: a tuple of positional arguments or a dict of keyword arguments that the operator accepts, with
+            real tensors. A dim of size one is assumed to have this size in all calls. Give other dims sizes of 2 or
+            more, different where possible. The operator runs hundreds of times, so use small tensors.
 
     Returns:
         The rule. Dims that cannot be split are `_`.
@@ -120,7 +124,10 @@ _cases: dict[Any, list[_Case]] = {}
 
 
 def _rule_function(operator: Any) -> Any:
-    """The rule function of an operator with inferred cases; splits are even, as nothing is known of padding."""
+    """Return the rule function of an operator with inferred rules.
+
+    Its rules allow only even splits, because inference does not try padding.
+    """
 
     def inferred(*args: Any, **kwargs: Any) -> Rule | None:
         kind = _kind_of_call(operator, args, kwargs)
@@ -133,7 +140,10 @@ def _rule_function(operator: Any) -> Any:
 
 
 def _kind_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """All that a rule may depend on but sizes: arguments by name, tensors by rank and kind of number."""
+    """Return a text that is equal for calls which one inferred rule covers.
+
+    It has all arguments by name. A tensor has its number of dims and its kind of number, such as "float[2]".
+    """
     arguments = {a.name: a.default_value for a in operator._schema.arguments}
     arguments.update(zip(arguments, args, strict=False))
     arguments.update(kwargs)
@@ -154,7 +164,10 @@ def _kind_of_tensor(x: Tensor) -> str:
 
 
 def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether each factor has one size over all operands, and dims without a factor have size one."""
+    """Whether an inferred rule fits operands of these shapes.
+
+    Each factor must have one size in all operands, and dims without a factor must have size one.
+    """
     assert isinstance(rule.notation, str)
     operands, _ = parse(rule.notation)
     sizes: dict[str, set[int]] = {"1": {1}}
@@ -165,7 +178,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """Find the rule that works on all draws, without registering it."""
+    """Find the sharding rule of an operator that works on all draws, and return it without registering it."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -180,7 +193,7 @@ def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
-    """Refuse operators that cannot have an inferred rule, by their schema and by a run."""
+    """Raise `RuleInferenceError` if the operator's schema or a run shows that its rule cannot be inferred."""
     name, schema = str(call.operator), call.operator._schema
     if schema.is_mutable:
         raise RuleInferenceError(
@@ -225,7 +238,7 @@ def _check_trials(call: SampledCall, trials: Sequence[Trial]) -> None:
 
 
 def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFactor | None:
-    """The factor of `tie`, or None if splitting it is wrong in some trial."""
+    """Return the factor of the operand dims `tie`, or None if a split of these dims is wrong in some trial."""
     carriers = {operand for operand, _ in tie}
     addends = [i for i in _additive(sampler.sample) if i not in carriers]
     for added in chain([()], combinations(addends, 1), combinations(addends, 2)):
@@ -239,7 +252,10 @@ def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFa
 
 
 def _outcomes(sampler: Sampler, tie: Tie, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """For each result, the outcomes that held in all trials; empty if fewer than two sizes could be tried."""
+    """Return the set of outcomes of each result that held in all trials.
+
+    The sets are empty if the dims of `tie` could not be split at two different sizes.
+    """
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
         for x in trials[0].results
@@ -263,12 +279,18 @@ def _outcomes(sampler: Sampler, tie: Tie, added: frozenset[int], trials: Sequenc
 
 
 def _piece_counts(size: int) -> list[int]:
-    """Into how many pieces a dim is cut: few, and single elements of a small one."""
+    """Return the numbers of pieces into which a dim of `size` elements is cut.
+
+    They are 2, 3 and `size`, if they divide `size` and are at most 8.
+    """
     return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
 
 
 def _cut(sampler: Sampler, tie: Tie, added: frozenset[int], trial: Trial, pieces: int) -> Iterator[tuple[Tensor, ...]]:
-    """The operands of each piece: dims of `tie` sliced, operands of `added` as addends, others whole."""
+    """Yield the operands of each piece.
+
+    Operands with dims of `tie` are sliced along them. Operands in `added` are cut into addends. The rest are whole.
+    """
     split: list[Sequence[Tensor]] = []
     for index, operand in enumerate(trial.operands):
         parts: Sequence[Tensor] = [operand] * pieces
@@ -281,7 +303,10 @@ def _cut(sampler: Sampler, tie: Tie, added: frozenset[int], trial: Trial, pieces
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether `parts` form `whole` in this way. A piece is None if the operator refused its operands."""
+    """Whether the results `parts` of all pieces make up `whole` in the way `outcome`.
+
+    A part is None if the operator refused the operands of its piece.
+    """
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
         return False
@@ -297,9 +322,9 @@ def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -
 
 
 def _choose(tie: Tie, outcomes: Sequence[set[Outcome]], trials: Sequence[Trial]) -> tuple[Outcome, ...] | None:
-    """One outcome for each result.
+    """Return one outcome for each result, or None if some result has no outcome.
 
-    A dim is preferred to "whole", "whole" to a reduction; all results share the reduction.
+    A dim is preferred to "whole", and "whole" to a reduction. All reduced results have the same reduction.
     """
     for reduction in _REDUCTIONS:
         chosen = [_best(tie, index, found, reduction, trials) for index, found in enumerate(outcomes)]
@@ -317,7 +342,10 @@ def _best(tie: Tie, index: int, found: set[Outcome], reduction: str, trials: Seq
 
 
 def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
-    """The factors that one rule can contain: one factor for each result dim, and the same addends for all sums."""
+    """Return the factors that fit into one rule, earlier factors first.
+
+    Two factors must not claim the same result dim, and all reduced factors must need the same operands as addends.
+    """
     kept: list[FoundFactor] = []
     for factor in factors:
         taken = {(i, outcome) for other in kept for i, outcome in enumerate(other.outcomes) if isinstance(outcome, int)}
@@ -329,7 +357,7 @@ def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
 
 
 def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
-    """Build the rule of these factors, with the linearity that all trials show."""
+    """Return the rule with these factors, and with the linearity that holds in all trials."""
     names = {factor: _name(position) for position, factor in enumerate(factors)}
     operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
     results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))
@@ -364,7 +392,11 @@ def _result_dims(index: int, names: Mapping[FoundFactor, str], trials: Sequence[
 def _result_dim(
     index: int, dim: int, owner: tuple[FoundFactor, str] | None, trials: Sequence[Trial]
 ) -> tuple[str, ...]:
-    """The factors of a result dim: one factor, with a blocked minor factor if the dim is a multiple of it."""
+    """Return the factors of a result dim.
+
+    They are the factor of `owner` if sizes agree, with a blocked minor factor `_` if the dim is a multiple of it. A dim
+    without an owner is blocked, or empty if its size is one in all trials.
+    """
     sizes = [trial.results[index].shape[dim] for trial in trials]
     if owner is None:
         return () if set(sizes) == {1} else ("_",)
@@ -374,7 +406,7 @@ def _result_dim(
 
 
 def _linear_sets(sampler: Sampler, trials: Sequence[Trial]) -> list[tuple[int, ...]]:
-    """The sets of operands in which all results are jointly linear."""
+    """Return the sets of operand indices in which all results are jointly linear in all trials."""
     if not all(map(is_additive, trials[0].results)):
         return []
     additive = _additive(sampler.sample)
@@ -384,7 +416,7 @@ def _linear_sets(sampler: Sampler, trials: Sequence[Trial]) -> list[tuple[int, .
 
 
 def _is_linear(sampler: Sampler, chosen: Sequence[int], trial: Trial) -> bool:
-    """Whether results add up where the chosen operands are cut into random addends."""
+    """Whether the results add up to the whole results if the operands `chosen` are cut into random addends."""
     for count in (2, 3):
         cut = [sampler.addends(x, count) if index in chosen else [x] * count for index, x in enumerate(trial.operands)]
         parts = [sampler.call.attempt(operands) for operands in zip(*cut, strict=True)]

@@ -1,4 +1,4 @@
-"""Rules of batched linear algebra and of transforms: batches are parallel, the dims acted on are blocked."""
+"""Rules of linear algebra and of Fourier transforms. Batch dims may be split, and the dims of matrices may not."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ aten = torch.ops.aten
 def _batched(
     operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
 ) -> Callable[..., Rule]:
-    """The rule of operators on the last dims, given their number for each operand and result.
+    """Return the rule function of an operator on matrices or vectors, which may be batched.
 
-    Batches are only split evenly, because padding may be a matrix without a decomposition, which raises.
+    Batches are only split evenly, because a decomposition of padding may fail and raise an error.
+
+    Args:
+        operands: for each operand, the number of its last dims that the operator acts on. Dims before them are batch
+            dims.
+        results: for each result, the number of its last dims that are no batch dims.
+        linear: `Rule.linear`.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -68,9 +74,9 @@ for _operands, _results, _linear, _operators in (
 def lu_unpack(
     lu: torch.Tensor, pivots: torch.Tensor, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> Rule | None:
-    """Unrequested results are empty, without batches.
+    """Return the rule, or None if not all results are requested, because the others are empty and have no batch dims.
 
-    No sum passes into the factors, because they contain constant zeros and ones.
+    Partial sums do not pass, because the factors contain constant zeros and ones.
     """
     if not (unpack_data and unpack_pivots):
         return None
@@ -80,7 +86,7 @@ def lu_unpack(
 
 @sharding_rule(aten._linalg_solve_ex.default)
 def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
-    """Results: solution, factors, pivots, info."""
+    """Return the rule. The results are solution, factors, pivots and info. The solution is linear in `b`."""
     if b.dim() != a.dim() or b.shape[:-2] != a.shape[:-2]:
         return None
     return replace(_batched((2, 2), (2, 2, 1, 0))(a, b), carries=only_in(0, 4, sums((1,))))
@@ -88,7 +94,7 @@ def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
 
 @sharding_rule(aten.triangular_solve.default)
 def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Rule:
-    """Results: solution, and a copy of the coefficients."""
+    """Return the rule. The results are the solution, which is linear in `b`, and a copy of `a`."""
     return replace(_batched((2, 2), (2, 2))(b, a), carries=only_in(0, 2, sums((0,))))
 
 
@@ -96,7 +102,10 @@ def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Ru
 def lu_solve(
     lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
 ) -> Rule:
-    """Right-hand sides are independent: columns of `b`, or its rows for `left=False`; padding has no pivots."""
+    """Return the rule: right-hand sides may be split, the columns of `b`, or its rows for `left=False`.
+
+    Batches are only split evenly, because padding has no valid pivots.
+    """
     batch = named(max(lu.dim(), b.dim()) - 2)
     result = (*batch, BLOCKED, ("r",)) if left else (*batch, ("r",), BLOCKED)
     of_lu, of_pivots = broadcast_dims(lu.shape[:-2], batch), broadcast_dims(pivots.shape[:-1], batch)
@@ -109,7 +118,10 @@ def trilinear(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int],
     expand3: Sequence[int], sumdim: Sequence[int], unroll_dim: int = 1,
 ) -> Rule:  # fmt: skip
-    """The product of three tensors with new dims of size one at `expand`, summed over `sumdim`."""
+    """Return the rule of a sum over `sumdim` of the product of three tensors.
+
+    `expand1` to `expand3` are the dims in which the tensors get size one before the product.
+    """
     dims = named(a.dim() + len(expand1))
     operands = [
         broadcast_dims(x.shape, without(dims, expand))
@@ -121,7 +133,7 @@ def trilinear(
 
 @sharding_rule(aten._cdist_forward.default)
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
-    """Points are parallel on both sides, coordinates are blocked."""
+    """Return the rule: points of both operands may be split, and coordinates may not."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     left, right = broadcast_dims(a.shape[:-2], batch), broadcast_dims(b.shape[:-2], batch)
     return Rule((((*left, ("m",), BLOCKED), (*right, ("n",), BLOCKED)), ((*batch, ("m",), ("n",)),)))
@@ -131,7 +143,7 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
 def cdist_backward(
     grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, distances: torch.Tensor
 ) -> Rule | None:
-    """The gradient of the first points is a sum over the second points."""
+    """Return the rule: the gradient of the first points is a sum over the second points."""
     if a.shape[:-2] != b.shape[:-2]:
         return None
     batch = named(a.dim() - 2, "b")
@@ -149,7 +161,10 @@ def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
 
 @sharding_rule(aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
-    """Padding is zero. Libraries transform several rows at once, and NaN would spread to neighbouring rows."""
+    """Return the rule: dims that are not transformed may be split.
+
+    Padding is filled with zero. Libraries transform several rows at once, so NaN would spread to neighbouring rows.
+    """
     dims = with_blocked(named(x.dim()), [normal_dim(entry, x.dim()) for entry in dim])
     rows = [factor for (factor,) in dims if (factor,) != BLOCKED]
     return Rule(((dims,), (dims,)), linear=[(0,)], padding=dict.fromkeys(rows, 0))
@@ -157,7 +172,7 @@ def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
 
 @sharding_rule(aten.searchsorted.Tensor)
 def searchsorted(sequence: torch.Tensor, x: torch.Tensor, *, sorter: torch.Tensor | None = None, **kwargs: Any) -> Rule:
-    """The sequence is shared, or each row has its own."""
+    """Return the rule. All rows share one sequence, or each row has its own, and then both are split together."""
     dims = named(x.dim())
     of_sequence = (BLOCKED,) if sequence.dim() == 1 else (*dims[:-1], BLOCKED)
     operands = (of_sequence, dims) if sorter is None else (of_sequence, dims, of_sequence)
@@ -172,7 +187,7 @@ def isin(x: torch.Tensor, members: torch.Tensor, **kwargs: Any) -> Rule:
 
 @sharding_rule(aten._weight_norm_interface.default)
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> Rule:
-    """Slices along `dim` have a norm each."""
+    """Return the rule: slices along `dim` may be split, because each has its own norm."""
     dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
     norm_dims = broadcast_dims(g.shape, dims)
     return Rule(((dims, norm_dims), (dims, norm_dims)))

@@ -1,15 +1,15 @@
-"""Pending sums that may pass through a call, given the possible values of its other operands.
+"""Restricts a rule to the partial sums that may pass a call, given the possible values of its other operands.
 
-A call that is linear in an operand may take addends of it: f(a + b) = f(a) + f(b) over the real numbers. Infinities
-break this. (3 - 2) / 0 is infinite on one device, where shards compute 3 / 0 - 2 / 0, which is NaN. A later clamp or
-selection turns the infinity into a finite result. So a sum passes
+A call that is linear in an operand may take a partial sum: f(a + b) = f(a) + f(b) over the real numbers. Infinities
+break this. (3 - 2) / 0 is infinite on one device, but ranks compute 3 / 0 - 2 / 0, which is NaN. On one device, a later
+clamp or selection could turn the infinity into a finite result. So a partial sum passes
 
-* a product only beside an operand that cannot be infinite;
-* a quotient only over a divisor that cannot be zero.
+* a product only if the other factor cannot be infinite;
+* a quotient only if the divisor cannot be zero.
 
-A factor may be zero, because zero times infinity is NaN on one device too. An infinite divisor yields zeros. The
-possible values of an operand follow from the calls that made it (`autoshard.rules.ranges`), not from the numbers of a
-call. Overflow of finite numbers depends on the order of addends, as rounding does, and is ignored.
+The other factor may be zero, because zero times infinity is NaN on one device too. An infinite divisor yields zeros.
+The possible values of an operand follow from the calls that made it (`autoshard.rules.ranges`). Overflow of finite
+numbers depends on the order of addends, as rounding does, and is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.rules.notation import Beside, BoundRule
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`, including an infinite bound.
+    """The numbers from `low` to `high`, both included. Bounds may be infinite.
 
     Example:
         >>> Range(0.5, math.inf).excludes_zero, Range(0.5, math.inf).is_finite
@@ -46,7 +46,7 @@ class Range:
 
 
 def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
-    """The rule of a call with operands of these ranges, restricted to the pending sums that may pass."""
+    """Return the rule without the partial sums that may not pass a call whose operands have these ranges."""
     return replace(
         rule,
         linear=tuple(group for group in rule.linear if _passes(rule, group, ranges)),
@@ -59,7 +59,10 @@ def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
 
 
 def _passes(rule: BoundRule, group: Collection[int], ranges: Sequence[Range]) -> bool:
-    """Whether no operand beside `group` can make an addend infinite; results of an empty group are zero."""
+    """Whether a partial sum in the operands `group` may pass: all other operands meet their conditions `rule.beside`.
+
+    An empty group always may, because its results are zero.
+    """
     return not group or all(
         _is_safe(rule.beside.get(index, Beside.FINITE), found)
         for index, found in enumerate(ranges)

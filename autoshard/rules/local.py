@@ -1,8 +1,9 @@
-"""The interface between local rewrites and lowering.
+"""The interface through which rewrites of sharding rules emit the calls of each rank.
 
 Most operators run unchanged on their local operands. An operator whose arguments name shapes, or whose value depends on
-the global index, has a *rewrite*. A rewrite emits the local form of the call in terms of a `LocalContext`. Operands are
-fx proxies. Every call goes through `context.call`, so that calls without tensor operands (`arange`) are emitted too
+global indices, needs a *rewrite*. A rewrite is a function that emits the calls that each rank runs in place of the
+traced call. Its operands are fx proxies of local values. A `LocalContext` has the sizes and positions of the rank's
+pieces. Every call goes through `context.call`, so that calls without tensor operands (`arange`) are also emitted
 instead of run.
 """
 
@@ -14,11 +15,14 @@ from typing import Any, Protocol
 
 
 class LocalContext(Protocol):
-    """The place of the running rank in a split call."""
+    """The pieces of a split call that the running rank holds, and methods to emit calls.
+
+    All ranks run one program. So a number that differs between ranks is a value of the program, not a Python int.
+    """
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The factors of the call larger than one."""
+        """The factors of the call that are larger than one."""
         ...
 
     def is_split(self, factor: str) -> bool:
@@ -26,80 +30,90 @@ class LocalContext(Protocol):
         ...
 
     def shards(self, factor: str) -> int:
-        """The number of pieces of `factor`, 1 if nothing splits it."""
+        """Return the number of pieces of `factor`, 1 if it is not split."""
         ...
 
     def index(self, factor: str) -> Any:
-        """Which piece of `factor` the running rank holds: an integer value of the program (0 where not split)."""
+        """Return the index of the running rank's piece of `factor`: a value of the program, or 0 if it is not split."""
         ...
 
     def offset(self, factor: str) -> Any:
-        """The global index of the first element of the rank's piece of `factor`."""
+        """Return the global index of the first element of the rank's piece of `factor`."""
         ...
 
     def local_size(self, factor: str) -> int:
-        """The number of elements of `factor` on each rank, padding included."""
+        """Return the number of elements of `factor` on each rank, padding included."""
         ...
 
     def real_size(self, factor: str) -> Any:
-        """The number of elements of `factor` that the running rank holds without padding: from 0 to `local_size`."""
+        """Return the number of elements of `factor` on the running rank without padding, from 0 to `local_size`."""
         ...
 
     def global_size(self, factor: str) -> int:
-        """The number of elements of `factor` over all ranks."""
+        """Return the number of elements of `factor` over all ranks."""
         ...
 
     def pieces(self, factor: str) -> list[tuple[int, int]]:
-        """The global index of the first element and the `real_size` of each rank's piece of `factor`, in order."""
+        """Return the global index of the first element and the `real_size` of each piece of `factor`, in order."""
         ...
 
     def input_shape(self, operand: int) -> list[int]:
-        """The local shape of a tensor operand."""
+        """Return the local shape of a tensor operand, padding included."""
         ...
 
     def input_offset(self, operand: int) -> list[Any]:
-        """The global index of the first element of the rank's piece of an operand, for each dim."""
+        """Return the global index of the first element of the rank's piece of an operand, for each dim."""
         ...
 
     def output_shape(self, output: int = 0) -> list[int]:
-        """The local shape of a result."""
+        """Return the local shape of a result, padding included."""
         ...
 
     def output_offset(self, output: int = 0) -> list[Any]:
-        """The global index of the first element of the rank's piece of a result, for each dim."""
+        """Return the global index of the first element of the rank's piece of a result, for each dim."""
         ...
 
     def all_reduce(self, value: Any, reduction: str, factor: str) -> Any:
-        """The reduction of `value` ("sum", "max", "min") over the axes that split `factor`, on every rank."""
+        """Emit an all-reduce of `value` over the ranks that split `factor`. `reduction` is "sum", "max" or "min"."""
         ...
 
     def all_gather(self, value: Any, factor: str) -> Any:
-        """The values of all ranks that hold a piece of `factor`, in order, stacked on a new dim 0."""
+        """Emit an all-gather over the ranks that split `factor`: their values in order, stacked on a new dim 0."""
         ...
 
     def group(self, *factors: str) -> str | None:
-        """The name of the group of ranks along the axes that split all of `factors` at once, or None."""
+        """Return the names of the axes that split all of `factors` at once, joined by commas, or None.
+
+        They name the group of ranks along these axes.
+        """
         ...
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
-        """A value with the dims of an operand, with `number` in the padding of `factor`."""
+        """Emit calls that write `number` into the padding of `factor` in `value`, which has the dims of an operand."""
         ...
 
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call of any operator or function on local values."""
+        """Emit a call of any operator or function on local values, and return its result."""
         ...
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
-        """The operator itself, called on local operands."""
+        """Emit a call of the traced call's own operator on local operands, and return its result."""
         ...
 
 
 def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
-    """How many times more elements the whole has than each rank's piece, padding included, along `factors`."""
+    """Return the number of elements along `factors` in the whole divided by their number on each rank.
+
+    The number on a rank includes padding.
+    """
     sizes = [(context.global_size(factor), context.local_size(factor)) for factor in factors]
     return math.prod(size / local for size, local in sizes if size != local)
 
 
 def shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
-    """The global index of a piece's first element, given the offset of its whole and a `shift` within it."""
+    """Return the sum of `offset` and `shift` for each dim.
+
+    Suppose that a tensor's first element has the global index `offset`, and a piece of it starts at index `shift`. Then
+    the sum is the global index of the piece's first element.
+    """
     return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]

@@ -1,4 +1,4 @@
-"""Rules of losses: rows are independent; classes are split with reductions between ranks inside the local form."""
+"""Rules of losses. Rows may be split. Classes of cross-entropy may be split too, and the rewrite then communicates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 autoshard_ops = torch.ops.autoshard
 
 _NONE, _MEAN, _SUM = 0, 1, 2
-"""How ATen numbers the reductions of a loss."""
+"""ATen's numbers for the reductions of a loss."""
 
 
 @sharding_rule(autoshard_ops.cross_entropy.default)
@@ -41,10 +41,10 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, ignore_index: int,
 def _split_cross_entropy(
     context: LocalContext, logits: Any, target: Any, ignore_index: int, smoothing: float, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """Loss and log-sum-exp of each row from the pieces of its classes, as in Megatron-LM (2019), part 3.
+    """Emit loss and log-sum-exp of each row, with classes split over ranks, as in Megatron-LM (2019), section 3.
 
-    1. The greatest logit of each row over all ranks (0 for an infinite logit), then the sum of exponentials.
-    2. The logit of the target, from its rank.
+    1. Reduce the greatest logit of each row over all ranks. An infinite greatest logit becomes 0.
+    2. Reduce the sum of exponentials, and the logit of the target, which one rank has.
     3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 for ignored targets.
     """
     call = context.call
@@ -66,7 +66,7 @@ def _split_cross_entropy(
 
 @sharding_rule(autoshard_ops.ctc_loss.default)
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> str:
-    """Sequences are independent; alignments run through all times and classes of a sequence."""
+    """Return the rule: sequences may be split, and times and classes may not, because alignments run through them."""
     return "_ n _, n _, n, n -> n, n _ _"
 
 
@@ -94,7 +94,10 @@ def _local_cross_entropy_backward(accumulation: torch.dtype) -> Any:
         ignore_index: int,
         smoothing: float,
     ) -> Any:
-        """grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C), and 0 where the target is ignored."""
+        """Emit the gradient of the rank's logits.
+
+        It is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C), and 0 for ignored targets.
+        """
         call = context.call
         if not context.is_split("c"):
             return context.default(grad, logits, target, lse, ignore_index, smoothing)
@@ -119,7 +122,10 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 def nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> Rule | None:
-    """A mean divides by the weight of all rows, so its pieces are no addends. Pieces of a sum are."""
+    """Return the rule, or None for a single row.
+
+    A mean divides by the weight of all rows, so the rewrite reduces it. A sum is a partial sum if rows are split.
+    """
     if x.dim() != 2:
         return None
     return _nll(2, weight is not None, reduction)
@@ -147,9 +153,9 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
 
 
 def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
-    """The loss is linear in its operand.
+    """Return carries of sums into both results, the loss and the total weight.
 
-    It is linear in the weights unless it divides by their total, the other result.
+    The loss is linear in its operand. It is linear in the class weights too, unless it is divided by the total weight.
     """
     of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
     total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
@@ -159,7 +165,7 @@ def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
 def _local_nll_mean(
     context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """Sum and total weight over all ranks, then their quotient."""
+    """Emit the mean loss: reduce the sum of losses and the total weight over all ranks, then divide."""
     summed = context.default(x, target, weight, _SUM, ignore_index)
     loss, total = summed[0], summed[1]
     for factor in (f"r{dim}" for dim in range(3)):
@@ -194,7 +200,7 @@ def nll_loss_2d_backward(
 
 
 def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
-    """Each row needs only its own operands, because the total weight is one of them."""
+    """Return the rule of the backward. Rows may be split without communication: the total weight is an operand."""
     rows = named(ndim - 1, "r")
     x = (rows[0], ("c",), *rows[1:])
     grad = rows if reduction == _NONE else ()
@@ -233,10 +239,14 @@ def binary_cross_entropy_with_logits(
 
 
 def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int, *, of_zeros: int | None = None) -> Rule:
-    """The rule of a pointwise loss. `of_zeros` is its value for operand and target zero.
+    """Return the rule of a pointwise loss.
 
-    If `of_zeros` is 0, zero padding adds nothing to a sum. Both operands must have the dim, since a broadcast operand
-    has no padding to fill.
+    Args:
+        operands: the operand, the target, and weights if the loss takes them.
+        reduction: ATen's number of the reduction.
+        of_zeros: the loss of an element whose operand and target are zero. If it is 0, zero padding adds nothing to a
+            sum. A dim may then be split unevenly if both operands have it, because a broadcast operand has no padding
+            to fill.
     """
     sides, (dims,) = elementwise([operand.shape for operand in operands])
     both = set(names(sides[0])) & set(names(sides[1]))
@@ -259,7 +269,7 @@ def pointwise_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.T
 
 @sharding_rule(aten.mse_loss_backward.default)
 def mse_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int) -> Rule:
-    """2 grad (x - target)."""
+    """Return the rule of 2 grad (x - target), which is linear in grad, and in x and target together."""
     rule = _pointwise_loss_backward([grad, x, target], reduction)
     return replace(rule, linear=[(0,), (1, 2)])
 
@@ -281,5 +291,8 @@ def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -
 
 
 def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-    """A mean over the piece, or its gradient, scaled to its share of the mean over the whole."""
+    """Emit the operator on the rank's piece, divided by the number of elements in the whole over those in a piece.
+
+    So the mean over a piece, or its gradient, becomes its share of the mean over the whole.
+    """
     return context.call(aten.div.Scalar, context.default(*args, **kwargs), whole_to_piece(context, context.factors))

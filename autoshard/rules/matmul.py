@@ -1,7 +1,7 @@
 """Rules of matrix products.
 
-A product is linear in either operand; its contracted factor is reduced by a sum. An addend (the bias of
-`addmm`) is part of the sum, so it must be a partial sum wherever the contracted factor is split.
+A product is linear in each operand, and is a sum over the contracted factor. An addend, such as the bias of `addmm`, is
+part of this sum. So it must be a partial sum if the contracted factor is split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
 
 
 def _of_one(a: torch.Tensor, b: torch.Tensor) -> list[Carry]:
-    """Partial products pass if each element of the result is a single product."""
+    """Return carries of partial products, which pass if each element of the result is a single product."""
     return meaningful([a, b], products((0, 1))) if a.shape[-1] == 1 else []
 
 
@@ -109,7 +109,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @sharding_rule(aten.matmul.default)
 def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    """Batch dims broadcast; a vector has no row (first operand) or column (second)."""
+    """Return the rule. Batch dims broadcast. A vector `a` has no factor `m`, and a vector `b` has no factor `n`."""
     batch = named(max(a.dim(), b.dim(), 2) - 2, "b")
     rows, columns = (("m",),) * (a.dim() > 1), (("n",),) * (b.dim() > 1)
     left = (*broadcast_dims(a.shape[:-2], batch), *rows, ("k",))
@@ -119,7 +119,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.linalg_solve_triangular.default)
 def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any) -> Rule:
-    """Batches are independent, and so are the right-hand sides: columns of `b`, or rows for `left=False`."""
+    """Return the rule: batches and right-hand sides may be split, the columns of `b`, or its rows for `left=False`."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
@@ -132,10 +132,10 @@ def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
     scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any, **kwargs: Any,
 ) -> Rule | None:  # fmt: skip
-    """One scale for each operand, or for each of its rows. Blocks of scales are not split.
+    """Return the rule, or None for scales of blocks.
 
-    Products are summed in a wider type than the operands'. The contracted factor may be split unless the result is as
-    narrow as the operands.
+    Each operand has one scale, or one scale for each row of `a` and each column of `b`. Products are summed in a wider
+    dtype than that of the operands. The contracted factor may be split unless the result is as narrow as the operands.
     """
     wide = (out_dtype or kwargs.get("out_dtype") or a.dtype).itemsize > a.dtype.itemsize
     scales = (_scale_dims(scale_a, a.shape[0], (("m",), ())), _scale_dims(scale_b, b.shape[1], ((), ("n",))))
@@ -153,7 +153,10 @@ def scaled_mm(
 
 
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
-    """The dims of a scale with one element, or with one element for each row of its operand."""
+    """Return the dims of a scale, or None for scales of blocks.
+
+    A scale with one element has dims of size one. A scale with an element for each of `rows` has the dims `by_row`.
+    """
     if scale.numel() == 1:
         return ((),) * scale.dim()
     return by_row if scale.dim() == 2 and scale.numel() == rows and 1 in scale.shape else None
@@ -163,14 +166,17 @@ def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
 
 
 _ALIGNED_BYTES = 16
-"""Rows of the operands of `aten._grouped_mm` begin at multiples of so many."""
+"""Rows of the operands of `aten._grouped_mm` begin at multiples of this number of bytes."""
 
 
 @sharding_rule(aten._grouped_mm.default)
 def grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any, **__: Any
 ) -> Rule | None:
-    """Rows up to offsets[e] belong to expert e; experts are blocked. Pieces of rows are of whole `_ALIGNED_BYTES`."""
+    """Return the rule. The rows from offsets[e - 1] to offsets[e] - 1 belong to expert e.
+
+    Experts cannot be split. Columns are split into multiples of `_ALIGNED_BYTES`.
+    """
     if offsets is None or x.dim() != 2 or weight.dim() != 3:
         return None
     count = _ALIGNED_BYTES // x.element_size()
@@ -185,7 +191,7 @@ def grouped_mm(
 
 @sharding_rule("transformers.grouped_mm_fallback.default")
 def grouped_mm_fallback(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> Rule:
-    """Like `aten._grouped_mm`, but without its alignment."""
+    """Return the rule of `aten._grouped_mm` without its alignment."""
     return _GROUPED
 
 
@@ -198,7 +204,7 @@ def grouped_mm_backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Te
 
 
 def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Offsets count from the rank's first row."""
+    """Emit the product of the rank's rows. If rows are split, offsets are counted from the rank's first row."""
     if context.is_split("s"):
         shifted = context.call(aten.sub.Tensor, offsets, context.offset("s"))
         offsets = context.call(aten.clamp.default, shifted, 0, context.local_size("s"))
@@ -208,4 +214,4 @@ def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *re
 _GROUPED = Rule(
     "s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped, padding={}, even=("s",)
 )
-"""Products of groups of rows with a matrix each."""
+"""The rule of a product of groups of rows with one matrix for each group: s rows, k and n the dims of a matrix."""

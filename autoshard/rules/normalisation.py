@@ -1,8 +1,8 @@
-"""Rules of normalisations.
+"""Rules of layer norm, RMS norm and group norm.
 
-Rows (all but the normalised dims) are independent. If a normalised dim is split, the rewrite sums the moments of each
-row over the ranks (`autoshard.rules.split_norms`). Gradients of weights and biases are sums over rows. Every backward
-is linear in the gradient of the output.
+All dims except the normalised dims may be split without communication. If a normalised dim is split, the rewrite sums
+the moments of each row over the ranks (`autoshard.rules.split_norms`). Gradients of weights and biases are sums over
+rows. Every backward is linear in the gradient of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ aten = torch.ops.aten
 
 
 def _row_dims(x: torch.Tensor, normalized: Sequence[int]) -> tuple[Dims, Dims, Dims]:
-    """The dims of the operand, of the statistics of its rows, and of the weights."""
+    """Return the dims of the operand, of the statistics of its rows, and of the weights.
+
+    Rows have the factors r0, r1, ..., and normalised dims have the factors n0, n1, ...
+    """
     rows = named(x.dim() - len(normalized), "r")
     width = named(len(normalized), "n")
     return (*rows, *width), (*rows, *[ONE] * len(normalized)), width
@@ -60,12 +63,12 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
 
 
 def affine(weights: Sequence[torch.Tensor | None], first: int, results: int) -> list[Carry]:
-    """Partial values that pass through weight and bias (`None` if absent) into the first of `results`.
+    """Return carries of partial values through weight and bias into the first result, which is affine in them.
 
     Args:
-        weights: weight, and bias if the operator has a bias.
+        weights: the weight, and the bias if the operator has one. An absent tensor is None.
         first: index of the weight among the operands.
-        results: number of results.
+        results: the number of results.
     """
     present = tensors(*weights)
     if not present:
@@ -129,8 +132,15 @@ def _norm_backward(
 
 
 def _carried_back(weights: Sequence[Any], statistics: int, output_mask: Sequence[bool]) -> list[Carry]:
-    """Operands are the gradient, the operand, statistics of its rows (mean, and last inverse deviation), and the
-    weight.
+    """Return carries of sums through the backward of a norm.
+
+    The operands are the gradient, the operand, the statistics of its rows, and the weight. The statistics are the mean,
+    if the norm has it, then the inverse deviation.
+
+    Args:
+        weights: the weight, and the bias if the operator has one.
+        statistics: the number of statistics, 1 or 2.
+        output_mask: whether each gradient is asked for.
     """
     weight, inverse = 2 + statistics, 1 + statistics
     centred = (1, *range(2, inverse))

@@ -1,13 +1,20 @@
-"""The factor notation: the effect of an operator on indices.
+"""The factor notation of sharding rules, which says how the indices of an operator's results depend on its operands.
 
 Each dim of each operand and result is a product of *factors*, written major to minor. `"m k, k n -> m n"` is a matrix
-product; `"(a b) c -> a b c"` is a view that splits a dim. `1` is a dim of size one without a factor. `_` is a dim that
-cannot be split (each `_` is a blocked factor of its own). Factors that appear in every result are parallel. A factor
-that is missing from a result while an operand has it is *reduced* there. The rule must then give its reduction
-(`reduce={"k": "sum"}`) or block it.
+product. `"(a b) c -> a b c"` is a view that splits a dim. `1` is a dim of size one without a factor. `_` is a dim that
+cannot be split.
 
-All strategies of a call follow from its rule, by `strategies`. The idea of factors follows Shardy's sharding rules
-(OpenXLA, 2024) and JAX's `custom_partitioning` rule strings. Linearity, rewrites and blocked dims are ours.
+Ranks may split a call along a factor, and then hold a piece of each dim that has the factor. If an operand has the
+factor and a result lacks it, the result is *reduced* over the factor. It is then partial, and the rule must give the
+reduction (`reduce={"k": "sum"}`), or block the factor.
+
+A *partial* value has a *pending reduction*: each rank holds an addend, and the sum over the ranks is the value. The
+reduction may also be a maximum, minimum or product. `Rule.linear` and `Rule.carries` say which partial operands give
+partial results.
+
+All strategies of a call follow from its rule (`autoshard.rules.strategies`). The idea of factors follows Shardy's
+sharding rules (OpenXLA, 2024) and JAX's `custom_partitioning` rule strings. Linearity, rewrites and blocked dims are
+additions of autoshard.
 """
 
 from __future__ import annotations
@@ -24,39 +31,50 @@ from autoshard.errors import InvalidSpecError
 from autoshard.ir.spec import Reduction
 
 Fill = bool | int | float | Reduction | None
-"""Fill value of padding before a call: a number, the identity of a reduction, or None to leave it unchanged."""
+"""A value to write into an operand's padding before a call.
+
+It is a number, or a reduction, which stands for its identity element. None leaves the padding unchanged.
+"""
 
 Dims = tuple[tuple[str, ...], ...]
-"""Dims of one operand: for each dim, its factors, major to minor. `()` is a dim of size one without a factor."""
+"""The factors of each dim of an operand or result, major to minor. `()` is a dim of size one without a factor."""
 
 Rewrite = Callable[..., Any]
-"""`rewrite(context, *args, **kwargs)`: emits the local form of a call; see `autoshard.rules.local`."""
+"""`rewrite(context, *args, **kwargs)` emits the calls that each rank runs in place of a call (`autoshard.rules.local`).
+
+The arguments are the call's arguments with local values. The result stands for the call's result.
+"""
 
 
 class Beside(StrEnum):
-    """Condition on an operand for a sum pending in other operands to pass, from `autoshard.rules.linearity`."""
+    """A condition on one operand of a call under which another operand may be a partial sum.
+
+    If the condition fails, addends could become infinite, and their sum NaN, where one device has a number
+    (`autoshard.rules.linearity`).
+    """
 
     FINITE = "finite"
-    """The pending sum is multiplied by the operand, which must be finite. The default of all operands."""
+    """This operand must be finite, because it multiplies the partial sum. The default of all operands."""
 
     NOT_ZERO = "not zero"
-    """The pending sum is divided by the operand."""
+    """This operand must not be zero, because it divides the partial sum."""
 
     ANYTHING = "anything"
-    """The multiplier of the pending operand is bounded for any value of this operand, or independent of it."""
+    """This operand may have any value. The multiplier of the partial sum is bounded for all values, or independent."""
 
     NEVER = "never"
-    """Results are infinite for some finite numbers that no range tells: a logarithm, a singular matrix."""
+    """No value of this operand is safe: some finite numbers give infinite results, such as a singular matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """An axis carries a partial value through the operands with these indices.
+    """A way for partial values to pass a call: if these operands are partial over an axis, so are the results.
 
     Args:
-        operands: operands with `reduction` pending; no other operand is partial.
-        reduction: pending reduction of the operands.
-        results: pending reduction of each result, None for a whole result. Left out if all have that of the operands.
+        operands: indices of the operands that are partial. No other operand is partial over the axis.
+        reduction: the pending reduction of these operands.
+        results: the pending reduction of each result, or None for a result that is not partial. If left out, all
+            results have the reduction of the operands.
     """
 
     operands: frozenset[int]
@@ -64,40 +82,41 @@ class Carry:
     results: tuple[Reduction | None, ...] | None = None
 
     def result(self, index: int) -> Reduction | None:
-        """The pending reduction of result `index`."""
+        """Return the pending reduction of result `index`, or None if the result is not partial."""
         return self.reduction if self.results is None else self.results[index]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The result of a rule function for one call: the notation, before sizes are known.
+    """The sharding rule of one call, as a rule function returns it. Sizes of factors are not yet known.
 
     Args:
-        notation: `"m k, k n -> m n"`, or a pair of sequences of `Dims` for operands and results. Operands are the
-            tensors among the call's arguments, in order, lists flattened, absent optional tensors left out.
-        reduce: factor to reduction, for factors of an operand that a result lacks.
-        linear: sets of operand indices in which all results are jointly linear. If exactly these operands are partial
-            sums, so are the results. `[(0,), (1,)]` is a product, `[(0, 1)]` a sum, `[()]` a result that is zero.
-        beside: conditions on operands outside the set for its sum to pass, `{1: Beside.NOT_ZERO}` for a quotient. The
-            default condition is that the operand is finite.
-        transparent: the operator only moves elements of operand 0, so any partial reduction passes through.
+        notation: `"m k, k n -> m n"`, or a pair of sequences of `Dims` for operands and results. The operands are the
+            tensors among the call's arguments, in order. Lists are flattened, and absent optional tensors left out.
+        reduce: from a factor that some result lacks to the reduction over it, such as `{"k": "sum"}`.
+        linear: sets of operand indices. All results are jointly linear in the operands of a set. If exactly these
+            operands are partial sums, the results are partial sums. A product has `[(0,), (1,)]`, and a sum has
+            `[(0, 1)]`. `[()]` means that the result is zero.
+        beside: from the index of an operand to the condition under which partial sums in other operands may pass.
+            A quotient has `{1: Beside.NOT_ZERO}`. By default, the operand must be finite.
+        transparent: whether the operator only moves elements of operand 0. Then any partial value passes.
         carries: further ways for partial values to pass, such as a maximum through a monotone operator.
-        added: operands that a result adds beside a reduced factor (the bias of `addmm`). If an axis splits the factor,
-            the operands must be partial sums over the axis, or each rank would add them once.
-        whole: factor to the results that lack it and are whole even if it is split. They do not depend on it, or the
-            rewrite reduces it itself (`context.all_reduce`).
-        exchanged: factors along which the rewrite communicates although no result lacks them (a softmax, a halo), with
-            the least number of elements in each rank's piece.
-        together: groups of factors that one axis may split at once, such as tokens and experts, which share no operand
-            dim. The rewrite then communicates along the axis (`context.group`), and no reduction over it is pending.
-        blocked: factors that cannot be split, except in a group of `together`.
-        sizes: sizes of factors that shapes leave open (all but one factor of a product).
-        local: rewrite that emits the local form of the call when some factor is split. None runs the operator unchanged
-            on the local operands.
-        padding: factor to the fill values of its operands' padding where it is split unevenly, for factors that
-            `autoshard.rules.padding` cannot decide. A rewrite that tolerates padding says `{}`. A rewrite without this
-            field is only split evenly.
-        even: factors that may only be split evenly; `"*"` is all of them.
+        added: indices of operands that a result adds to a sum over a factor, such as the bias of `addmm`. If an axis
+            splits the factor, these operands must be partial sums over the axis. Otherwise each rank would add them.
+        whole: from a factor to the indices of results that lack it and are whole even if it is split. Either they do
+            not depend on the factor, or the rewrite reduces over it (`context.all_reduce`).
+        exchanged: from a factor along which the rewrite communicates, although no result lacks it, to the least
+            number of elements in a rank's piece. Examples are a softmax over a split dim, and a halo exchange.
+        together: groups of factors that one axis may split at the same time, such as tokens and experts. They share no
+            operand dim. The rewrite communicates along the axis (`context.group`), and the results are not partial.
+        blocked: factors that cannot be split, except within a group of `together`.
+        sizes: sizes of factors that do not follow from shapes: all but one factor of each product.
+        local: the rewrite that emits the local calls if some factor is split. Without a rewrite, each rank runs the
+            operator unchanged on its local operands.
+        padding: from a factor to the fill values of its operands' padding, if the factor is split unevenly. It is for
+            factors that `autoshard.rules.padding` cannot decide. A rewrite that needs no fill values has `{}`. A call
+            with a rewrite but without this field is only split evenly.
+        even: factors that may only be split evenly. `"*"` stands for all factors.
     """
 
     notation: str | tuple[Sequence[Dims], Sequence[Dims]]
@@ -117,7 +136,7 @@ class Rule:
     even: Iterable[str] = ()
 
     def __str__(self) -> str:
-        """The notation, with further properties in brackets."""
+        """Return the notation, with reductions, linearity and other properties in brackets."""
         notes = [f"{factor}: {reduction}" for factor, reduction in (self.reduce or {}).items()]
         if self.linear:
             notes.append("linear in " + ", ".join(f"({' '.join(map(str, group))})" for group in self.linear))
@@ -130,10 +149,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class BoundRule:
-    """A rule with the sizes of one call, the form that strategies, lowering and verification read.
+    """A rule with the factor sizes of one call. Strategies, lowering and verification read this form.
 
-    `inputs` and `outputs` omit factors of size one, which cannot be split. `padding` gives, for each factor that may be
-    split unevenly, the fill value of each operand's padding.
+    The fields have the meaning that they have in `Rule`, with two differences. `inputs` and `outputs` omit factors of
+    size one, which cannot be split. `padding` maps each factor that may be split unevenly to the fill value of each
+    operand's padding.
     """
 
     sizes: Mapping[str, int]
@@ -154,12 +174,12 @@ class BoundRule:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks communicate within the call's rewrite under some strategy."""
+        """Whether the call's rewrite communicates between ranks under some strategy."""
         return bool(self.whole or self.exchanged or self.together)
 
     @property
     def splittable(self) -> tuple[str, ...]:
-        """The factors that an axis may split, in order of appearance."""
+        """The factors that a mesh axis may split, in order of appearance."""
         return tuple(factor for factor in self.sizes if factor not in self.blocked)
 
     def may_communicate(self, factor: str) -> bool:
@@ -167,14 +187,14 @@ class BoundRule:
         return factor in self.whole or factor in self.exchanged
 
     def is_reduced(self, factor: str, output: int) -> bool:
-        """Whether splitting `factor` leaves result `output` partial."""
+        """Whether result `output` is partial if `factor` is split."""
         if _has(self.outputs[output], factor) or output in self.whole.get(factor, ()):
             return False
         return any(_has(dims, factor) for dims in self.inputs)
 
 
 def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> BoundRule:
-    """The rule with factor sizes found from the shapes of a call.
+    """Return a rule with the sizes of its factors, which follow from the shapes of a call.
 
     Args:
         rule: the rule of the call's operator.
@@ -210,7 +230,7 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
 
 @lru_cache(maxsize=4096)
 def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Operands and results of a notation string.
+    """Return the dims of the operands and the dims of the results of a notation string.
 
     Example:
         >>> parse("(a b) c -> a b 1")
@@ -224,7 +244,7 @@ def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def render(side: Sequence[Dims]) -> str:
-    """Operands or results as notation: the inverse of `parse`.
+    """Return the notation of operands or of results, given their dims, as the inverse of `parse`.
 
     Example:
         >>> render(parse("(a b) c, scalar -> a b 1")[0])

@@ -1,4 +1,4 @@
-"""Copies of a value to host memory and back. Each rank copies its own piece or addend."""
+"""The rule of copies to host memory and back. Any dim may be split, and each rank copies its own piece or addend."""
 
 from __future__ import annotations
 

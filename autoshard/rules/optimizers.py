@@ -1,7 +1,7 @@
-"""Rules of optimizer updates. Each element of a parameter is updated independently.
+"""Rules of optimizer updates. Elements of a parameter are independent, so any dim may be split.
 
-The vector of hyper-parameters and the scale of clipping are whole everywhere. An update is not linear in its gradient,
-so gradients are reduced before it.
+Each rank has the whole vector of hyper-parameters and the factor of gradient clipping. An update is not linear in its
+gradient, so gradients are reduced before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ autoshard_ops = torch.ops.autoshard
     autoshard_ops.amsgrad_update.default,
 )
 def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
-    """Operands and results have the dims of the parameter; all but the gradient are returned updated."""
+    """Return the rule. Parameter, gradient, state and results share their dims.
+
+    The results are the new parameter and state.
+    """
     tensors = [index for index, item in enumerate(rest) if isinstance(item, torch.Tensor)]
     scale = tensors[-1] - 1  # hyper-parameters come last, after the optional scale
     count = 2 + len([index for index in tensors if index < scale])
@@ -33,6 +36,6 @@ def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
 
 @sharding_rule(autoshard_ops.sum_of_squares.default)
 def sum_of_squares(x: torch.Tensor) -> Rule:
-    """Pieces' sums add up; zeros add nothing."""
+    """Return the rule: any dim may be split, and the result is a partial sum. Padding is filled with zeros."""
     dims = named(x.dim())
     return Rule(((dims,), ((),)), reduce=dict.fromkeys(names(dims), "sum"), padding=dict.fromkeys(names(dims), 0))

@@ -1,13 +1,15 @@
-"""Factors of a call that may be split unevenly, and the fill values of their padding.
+"""Decides which factors of a call may be split unevenly, and with which values padding is filled.
 
-If a factor does not divide by the number of pieces, ranks hold padded pieces, and padding is arbitrary (NaN, or an
-invalid index). The split is right
+If the size of a factor is not a multiple of the number of pieces, ranks hold padded pieces. Padding has arbitrary
+values, such as NaN or an invalid index. An uneven split is right in three cases.
 
-* if the factor is parallel, since padding yields padding. Indices are made 0 first, so that they are valid. A factor
-along which a rewrite communicates needs a statement of its rule;
-* if the factor is reduced, and padding changes nothing. The fill value is zero for a sum linear in operands that all
-have the factor. Other reductions state theirs in their rules (`Rule.padding`);
-* only if the factor is alone in its dims, because no spec expresses padding inside a dim.
+* All results have the factor. Then padding of operands only reaches padding of results. Padding of indices is filled
+  with 0, so that they are valid.
+* The factor is summed over, and the results are linear in operands that all have the factor. Then padding is filled
+  with 0.
+* The rule states fill values itself (`Rule.padding`), as other reductions do, and rewrites that communicate.
+
+In all cases the factor must be alone in its dims, because no spec expresses padding inside a dim.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ _INTEGER_DIVISIONS = frozenset(
 def padding_of(
     operator: Any, rule: Rule, bound: BoundRule, dtypes: Sequence[torch.dtype]
 ) -> Mapping[str, tuple[Fill, ...]]:
-    """For each factor that may be split unevenly, the fill value of each operand's padding, or None.
+    """Return a dict from each factor that may be split unevenly to the fill value of each operand's padding.
+
+    A fill value of None leaves the padding of an operand unchanged.
 
     Args:
-        operator: the call's operator.
-        rule: its rule.
-        bound: the rule with the call's sizes.
-        dtypes: types of the call's tensor operands.
+        operator: the operator of the call.
+        rule: the rule of the call.
+        bound: the rule with the sizes of the call.
+        dtypes: the dtypes of the tensor operands.
     """
     if rule.local is not None and rule.padding is None:
         return {}
@@ -87,7 +91,10 @@ def _is_parallel(bound: BoundRule, factor: str) -> bool:
 
 
 def _is_linear_sum(bound: BoundRule, factor: str) -> bool:
-    """Whether results are zero on zero padding, because they are linear in operands that all have the factor."""
+    """Whether results are sums over `factor` to which zero padding adds zero.
+
+    That holds if the results are linear in a set of operands that all have the factor.
+    """
     if bound.reduce.get(factor) is not Reduction.SUM or factor in bound.whole:
         return False
     groups = [group - bound.added for group in bound.linear]

@@ -1,7 +1,7 @@
 """Rules of operators that act on each element independently, after broadcasting.
 
-Any dim may be split. Rules differ in the partial values that pass. A sum passes through linear operands, a maximum
-through monotone operands, a product through products and powers.
+Any dim may be split. Rules differ in the partial values that pass. A partial sum passes through linear operands, a
+partial maximum through monotone operands, and a partial product through products and powers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 Linear = Sequence[Sequence[int]]
 
-# Names of overloads. A packet stands for all its functional overloads.
+# Operators of aten that no partial value passes. "eq" stands for all functional overloads of the operator.
 _NONLINEAR = """
     __lshift__ __rshift__ __xor__ __and__ __or__ acos asin atan2 atanh bitwise_and.Scalar
     bitwise_and.Scalar_Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor
@@ -53,18 +53,18 @@ _NONLINEAR = """
     special_zeta tan _prelu_kernel div.Tensor_mode xlogy.Scalar_Self special_xlog1py.self_scalar
 """
 
-# Linear in the first operand with the others fixed: scalings, and backwards, which are linear in the gradient.
+# Operators that are linear in the first operand: scalings, and backwards, which are linear in the gradient.
 _LINEAR_IN_FIRST = "real imag _neg_view sigmoid_backward tanh_backward rrelu_with_noise_backward"
 
-# Linear in the first operand, with a scale that has poles at finite numbers, or overflows at some.
+# Linear in the first operand, with a factor that is infinite for some finite second operand.
 _LINEAR_BETWEEN_POLES = "ldexp.Tensor xlogy.Tensor special_xlog1py.default logit_backward"
 
-# Linear in the first operand, with a scale that is bounded for any second operand.
+# Linear in the first operand, with a factor that is bounded for any second operand.
 _LINEAR_AND_BOUNDED = """
     polar gelu_backward silu_backward hardswish_backward mish_backward softplus_backward hardsigmoid_backward
 """
 
-# Never decreasing in the first operand, anywhere on the real line; and never increasing.
+# Never decreasing, or never increasing, in the first operand on the whole real line.
 _INCREASING = """
     asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh
     softshrink special_log_ndtr tanh trunc ge.Scalar gt.Scalar
@@ -72,17 +72,17 @@ _INCREASING = """
 """
 _DECREASING = "angle erfc signbit special_erfcx le.Scalar lt.Scalar bitwise_not"
 
-# The gradient where the operand is in some range, zero elsewhere.
+# The result is the gradient where the operand is in some range, and zero elsewhere.
 _MASKING_BACKWARDS = "threshold_backward hardtanh_backward softshrink_backward hardshrink_backward"
 
-# Never decreasing, but only defined above some number, so minima stay in the domain.
+# Never decreasing, but only defined above some number. If the minimum is above it, all addends are, so minima pass.
 _INCREASING_ABOVE = "acosh log log10 log1p log2 sqrt"
 
 _COPIES = "clone contiguous alias alias_copy detach detach_copy positive lift_fresh_copy lift_fresh"
 
 
 def _overloads(names: str) -> Iterator[Any]:
-    """The functional overloads of `names`: "pow" is all of its overloads, "max.other" is one."""
+    """Yield the aten operators in `names`: all functional overloads for "pow", and one overload for "max.other"."""
     for name in names.split():
         packet_name, _, overload = name.partition(".")
         packet = getattr(aten, packet_name)
@@ -104,9 +104,13 @@ def _pointwise(
     carries: Sequence[Carry] = (),
     second: Beside = Beside.FINITE,
 ) -> None:
-    """Register the pointwise rule of `names`, with linearity as a function of the tensor operands.
+    """Register the rule of pointwise operators.
 
-    `second` is the condition on the second operand for a sum to pass through the first.
+    Args:
+        names: names of aten operators, as for `_overloads`.
+        linear: maps the tensor operands to `Rule.linear`.
+        carries: `Rule.carries`.
+        second: the condition on the second operand under which a partial sum passes through the first.
     """
 
     @sharding_rule(*_overloads(names))
@@ -173,7 +177,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Products of integers wrap round to another size and sign, and their zero has no sign."""
+    """Return the carries if `x` is no integer. Products of integers wrap round, and their zero has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 
@@ -189,7 +193,7 @@ def sign(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.neg.default)
 def neg(x: torch.Tensor) -> Rule:
-    """The least integer has no opposite."""
+    """Return the rule. Maxima pass only for floats, because the least integer has no negative."""
     return _rule([x], _in_first([x]), _if(x.is_floating_point(), decreasing((0,))))
 
 
@@ -210,7 +214,7 @@ def _scaled(x: torch.Tensor, other: Any, *, is_linear: bool) -> Rule:
 
 @sharding_rule(aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar)
 def scale_by_logarithm(x: torch.Tensor, other: Any) -> Rule:
-    """Scales by the logarithm of a number, or of that number plus one, which must be finite."""
+    """Return the rule, linear in `x` if the logarithm of the number, or of the number plus one, is finite."""
     return _rule([x], _in_first([x]) if are_finite(other) and other > 0 else ())
 
 
@@ -236,7 +240,7 @@ def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> 
 
 
 def _keeps_type(x: torch.Tensor, number: Any) -> bool:
-    """Whether arithmetic with a number stays in the type of `x`. Integers wrap round, wider results do not."""
+    """Whether arithmetic of `x` with a number keeps the dtype of `x`, in which integer sums wrap round as before."""
     return x.is_floating_point() or x.is_complex() or isinstance(number, int)
 
 
@@ -246,7 +250,10 @@ def _is_finite(number: Any) -> bool:
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """No sums: the number would be added once per rank. No order of integers: the identity of a maximum wraps round."""
+    """Return the rule. Unless the number is 0, sums do not pass, because each rank would add the number.
+
+    Maxima of integers do not pass, because the identity of a maximum would wrap round.
+    """
     if other == 0 and _keeps_type(x, other):
         return _rule([x], _in_first([x]), moving((0,)))
     return _rule([x], (), _if(x.is_floating_point() and _is_finite(other), increasing((0,))))
@@ -273,10 +280,11 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 
 
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
-    """The weighted sum of two tensors, or of a tensor and a number in either order.
+    """Return the rule of scale x + other_scale other, for two tensors, or for a tensor and a number in either order.
 
-    A tensor may contain -inf (a mask). A rank without elements has -inf for a pending maximum, +inf for a pending
-    minimum. Infinities of different signs add up to NaN.
+    If both scales have the same sign, only maxima pass, and otherwise only minima. A tensor may contain -inf (a mask).
+    A rank without elements has -inf as its maximum, and +inf as its minimum. Infinities of different signs add up to
+    NaN.
     """
     if not isinstance(other, torch.Tensor):
         is_ordered = x.is_floating_point() and _is_finite(other)
@@ -298,7 +306,7 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """An integer power of a product is the product of the powers; odd ones keep the order; the first is the operand."""
+    """Return the rule. Products pass for whole exponents, maxima for odd exponents, all reductions for exponent 1."""
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1
@@ -309,14 +317,14 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
-    """Powers of a base of at least one rise with the exponent; powers of smaller positive bases fall."""
+    """Return the rule of base^x, which is increasing in x for a base of at least 1, and decreasing below."""
     is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
     return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
 def clamp(x: torch.Tensor, min: torch.Tensor | None = None, max: torch.Tensor | None = None) -> Rule:
-    """min(max(x, low), high): a lattice polynomial."""
+    """Return the rule of min(max(x, low), high), through which maxima and minima pass as through `max` and `min`."""
     low = () if min is None else (1,)
     high = () if max is None else (1 + len(low),)
     alone = increasing(*(group for group in ((0,), low, high) if group))
@@ -342,7 +350,10 @@ def elu_backward(
 
 @sharding_rule(aten.softplus.default)
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
-    """Above the threshold the result is `x`, a step down that rounding hides only far from zero."""
+    """Return the rule, increasing only for thresholds of at least 20.
+
+    Above the threshold the result is `x`, which is less than the softplus. Only far from zero, rounding hides the step.
+    """
     return _rule([x], (), _if(beta > 0 and threshold >= 20, increasing((0,))))
 
 
@@ -430,7 +441,7 @@ def where_self(condition: torch.Tensor, a: float, b: torch.Tensor) -> Rule:
 
 
 def _beside(number: Any, operand: int) -> list[Carry]:
-    """Partial values that pass through an operand if a number replaces some of its elements."""
+    """Return carries through an operand of which some elements are replaced by a number."""
     return [*increasing((operand,)), *_if(number in (0, 1), products((operand,)))]
 
 
@@ -469,7 +480,7 @@ def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float =
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
-    """Only the shape of `x` matters."""
+    """Return the rule, linear in `value`. Only the shape and dtype of `x` matter."""
     linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
     return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: Beside.ANYTHING})
 

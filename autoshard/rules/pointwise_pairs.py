@@ -1,4 +1,4 @@
-"""Rules of pointwise operators with several results, or with an operand of other dims."""
+"""Rules of pointwise operators that have several results, or an operand with other dims than the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frexp(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.log_sigmoid_backward.default)
 def log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor) -> Rule | None:
-    """The buffer of the forward has the shape of `x` on a CPU and is empty on a GPU."""
+    """Return the rule. The forward's buffer has the shape of `x` on a CPU, and is empty on a GPU."""
     (x_dims,), results = elementwise([x.shape])
     buffer_dims = x_dims if buffer.shape == x.shape else all_blocked(buffer.dim())
     beside: dict[int, Beside] = {1: Beside.ANYTHING, 2: Beside.ANYTHING}

@@ -1,7 +1,10 @@
-"""Rules of pooling: batch and channels are parallel; spatial dims are split with halos (see `autoshard.rules.halo`).
+"""Rules of pooling. Batch and channels may be split, and spatial dims may be split with halos (`autoshard.rules.halo`).
 
-Adaptive pooling is split where its windows are all alike. All backwards are linear in the gradient, averages in the
-operand too. Indices of maxima count elements of the whole plane, without padding.
+A spatial dim of adaptive pooling may be split if all windows have one size. Backwards are linear in the gradient.
+Averages are also linear in the operand.
+
+A *plane* is the spatial dims of one channel. The indices that max pooling returns count the elements of the whole
+plane, without padding.
 """
 
 from __future__ import annotations
@@ -38,13 +41,20 @@ aten = torch.ops.aten
 
 _LINEAR = ((0,),)
 _BACKWARD: Mapping[str, Any] = MappingProxyType({"linear": _LINEAR, "beside": {1: Beside.ANYTHING}})
-"""Linear in the gradient. Only the shape of the operand beside it matters."""
+"""Fields of the rules of backwards: they are linear in the gradient, and read only the shape of the operand."""
 
 Ints = int | Sequence[int]
 
 
 def _rule(x: torch.Tensor, windows: Sequence[HaloWindow], operands: str, results: str, **options: Any) -> Rule:
-    """A rule whose tensors are planes of elements ("x") or of windows ("y")."""
+    """Return a rule whose operands and results are planes of elements or of windows.
+
+    Args:
+        x: the operand of the forward.
+        windows: the windows along each spatial dim.
+        operands, results: a letter for each tensor, "x" for a plane of elements and "y" for a plane of windows.
+        options: further fields of `Rule`.
+    """
     batch = named(x.dim() - len(windows))
     dims: dict[str, Dims] = {
         "x": (*batch, *(window.elements for window in windows)),
@@ -68,7 +78,7 @@ def _halos(windows: Iterable[HaloWindow]) -> list[Halo]:
 def _windows(
     x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
 ) -> tuple[HaloWindow, ...]:
-    """The windows of each spatial dim. With `ceil_mode` the last may end anywhere, if it starts before the padding."""
+    """Return the windows of each spatial dim. With `ceil_mode`, the last window may reach beyond the padding's end."""
     first = x.dim() - space
     options = [each(option, space) for option in (kernel, stride or kernel, padding, dilation)]
     counts = [_count(*row, ceil_mode=ceil_mode) for row in zip(x.shape[first:], *options, strict=True)]
@@ -84,7 +94,10 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
 
 
 def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
-    """Adjacent windows, if they divide the plane."""
+    """Return the windows of adaptive pooling to `sizes`.
+
+    If a dim's size is no multiple of its number of windows, `HaloWindow.fits` is False, and the dim is not split.
+    """
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
         HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
@@ -96,10 +109,10 @@ def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow
 
 
 def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
-    """Convert indices into the rank's piece with halos to indices into the whole plane.
+    """Emit the conversion of indices into the rank's piece with halos to indices into the whole plane.
 
-    If all elements of a window are the smallest number, the index is that of its first element. In the rank's piece
-    this may be padding; in the whole plane it is the first element beyond the padding.
+    If all elements of a window are the smallest number, ATen returns the index of the window's first element that is no
+    padding. In the rank's piece the first element may be padding, and the conversion replaces it.
     """
     call, starts = context.call, {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, _extended_sizes(context, windows, split))
@@ -114,7 +127,10 @@ def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
-    """The inverse of `_to_whole`. Indices outside the piece (0 in padding of the batch) become some index inside."""
+    """Emit the conversion of indices into the whole plane to indices into the rank's piece with halos.
+
+    Indices outside the piece, such as 0 in padding of the batch, become some index inside.
+    """
     starts = {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, [window.size for window in windows])
     found = [
@@ -126,13 +142,13 @@ def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> list[int]:
-    """The sizes of the rank's plane with halos."""
+    """Return the size of each spatial dim of the rank's plane with halos."""
     extended = {halo.dim: halo.extended_size(context) for halo in split}
     return [extended.get(window.dim, window.size) for window in windows]
 
 
 def _places(context: LocalContext, indices: Any, sizes: Sequence[int]) -> list[Any]:
-    """The index along each dim of a plane from the flat index."""
+    """Emit the index along each dim of a plane, computed from flat indices."""
     places = []
     for size in reversed(sizes[1:]):
         places.append(context.call(aten.remainder.Scalar, indices, size))
@@ -148,7 +164,10 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _without_values(context: LocalContext, x: Any, operand: int, split: Sequence[Halo]) -> Any:
-    """A tensor like `x` with halos, for operators that only read its shape."""
+    """Emit an empty tensor with the shape of `x` with halos, for operators that only read the shape.
+
+    `operand` is the index of `x` among the operands. Without split dims, return `x` itself.
+    """
     if not split:
         return x
     shape = context.input_shape(operand)
@@ -232,7 +251,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_sizes(context: LocalContext, windows: Sequence[HaloWindow], sizes: Sequence[int]) -> list[int]:
-    """The number of each rank's windows along each dim."""
+    """Return the number of windows on each rank along each spatial dim."""
     pairs = zip(windows, sizes, strict=True)
     return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
 
@@ -244,9 +263,10 @@ def _average_windows(
     x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, ceil_mode: bool, counts_padding: bool,
     divisor: int | None,
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """The windows of an average.
+    """Return the windows of average pooling along each spatial dim.
 
-    If the divisor counts real elements, windows that reach into padding differ from others.
+    If the divisor does not count padding, windows that reach into padding have another divisor. Then `is_plain` is
+    False, so that the dim is not split.
     """
     windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)
     return tuple(

@@ -1,7 +1,7 @@
-"""Rules of random numbers and `autoshard::dropout`: every dim may be split.
+"""Rules of random numbers and `autoshard::dropout`. Every dim may be split.
 
-A number depends on its global index alone. The local form names the local shape, and the global index of the first
-element of the piece.
+A random number depends on its global index alone. The rewrite calls the operator with the local shape, and with the
+global index of the piece's first element.
 """
 
 from __future__ import annotations
@@ -63,6 +63,6 @@ def binomial(count: torch.Tensor, p: torch.Tensor, *_: Any) -> Rule:
 
 
 def _local_of_parameters(context: LocalContext, *args: Any) -> Any:
-    """The local form of a call that ends in `offset, global_shape`: the rank's piece begins at a shifted offset."""
+    """Emit a call whose last arguments are `offset` and `global_shape`, with the offset of the rank's piece."""
     *others, offset, global_shape = args
     return context.default(*others, shifted(offset, context.output_offset()), global_shape)

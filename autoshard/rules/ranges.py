@@ -1,11 +1,11 @@
-"""Ranges of values: the possible numbers of each value in a traced program.
+"""Finds the range of possible numbers of each value in a traced program.
 
-Interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range ignores NaN. Floating-point
+It is interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range ignores NaN. Floating-point
 parameters, buffers and inputs may be any number, infinities included. So may results of operators outside the table
 below.
 
-Pending sums pass a product only beside a finite operand, and a quotient only over a nonzero divisor
-(`autoshard.rules.linearity`). The ranges say which values qualify.
+A partial sum may pass a product only if the other factor is finite, and a quotient only if the divisor is not zero
+(`autoshard.rules.linearity`). The ranges say whether an operand is finite or nonzero.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _UNIT = Range(0.0, 1.0)
 _FROM_ZERO = Range(0.0, math.inf)
 
 _RangeFunction = Callable[[fx.Node, Sequence[Range]], Range]
-"""Computes the range of a call's results from the call and the ranges of its tensor operands."""
+"""A function from a call and the ranges of its tensor operands to the range of the call's results."""
 
 _functions: dict[Any, _RangeFunction] = {}
 
 
 Ranges = Mapping[fx.Node, Range]
-"""Ranges of a program's values."""
+"""From each node of a program to the range of its value."""
 
 
 def find_ranges(graph_module: fx.GraphModule) -> Ranges:
-    """The range of every value of a traced program; of a tuple, the range of the floating point numbers in it."""
+    """Return the range of every value of a traced program. The range of a tuple covers its floating-point numbers."""
     found: dict[fx.Node, Range] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
@@ -51,14 +51,15 @@ def find_ranges(graph_module: fx.GraphModule) -> Ranges:
 
 
 def facts_of(node: fx.Node, ranges: Ranges) -> tuple[tuple[bool, bool], ...]:
-    """The facts that decide whether sums pass a call: for each operand, whether it is finite and whether it is
-    nonzero.
+    """Return a pair of bools for each operand of a call: whether the operand is finite, and whether it is nonzero.
+
+    The pairs decide whether partial sums may pass the call.
     """
     return tuple((found.is_finite, found.excludes_zero) for found in map(ranges.__getitem__, _operands(node)))
 
 
 def range_of_type(dtype: torch.dtype) -> Range:
-    """The numbers of a type: integers and booleans are finite."""
+    """Return the range of all numbers of a dtype. Integers and booleans are finite."""
     if dtype == torch.bool:
         return _UNIT
     if dtype.is_floating_point or dtype.is_complex:
@@ -68,7 +69,7 @@ def range_of_type(dtype: torch.dtype) -> Range:
 
 
 def range_of_values(values: torch.Tensor) -> Range:
-    """From the smallest to the largest number in a tensor."""
+    """Return the range from the smallest to the largest number in a tensor, or to the magnitudes of complex numbers."""
     numbers = values.abs().double() if values.is_complex() else values.double()
     numbers = numbers[~numbers.isnan()]
     if not numbers.numel():
@@ -77,7 +78,7 @@ def range_of_values(values: torch.Tensor) -> Range:
 
 
 def _of_constant(value: Any) -> Range:
-    """The range of a constant's values, or of its type if it has no values (on "meta")."""
+    """Return the range of a constant's values, or of its dtype if it is on "meta" and has no values."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
         return ANYTHING
     is_known = not value.is_meta and type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -94,7 +95,10 @@ def _of_node(node: fx.Node, found: dict[fx.Node, Range]) -> Range:
 
 
 def range_of_call(node: fx.Node, operands: Sequence[Range]) -> Range:
-    """The range of a call's results before rounding to their type, from the ranges of its tensor operands."""
+    """Return the range of a call's results, before they are rounded to their dtype.
+
+    `operands` has the ranges of the call's tensor operands.
+    """
     function = _functions.get(node.target)
     return ANYTHING if function is None else function(node, operands)
 
@@ -106,7 +110,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _rounded(made: Range, dtype: torch.dtype) -> Range:
-    """The range after rounding to a type: overflow becomes infinity, underflow zero."""
+    """Return the range `made` after rounding to `dtype`. Overflow becomes infinity, and underflow becomes zero."""
     if not dtype.is_floating_point:
         return _both(made, range_of_type(dtype))
     limits = torch.finfo(dtype)
@@ -132,7 +136,10 @@ def _either(ranges: Iterable[Range]) -> Range:
 
 
 def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
-    """Register the function for the overloads of `names`: "sum" is all of its overloads, "max.dim" is one."""
+    """Register the decorated function for the aten operators in `names`, separated by spaces.
+
+    "sum" stands for all overloads of the operator, "max.dim" for one overload.
+    """
 
     def register(function: _RangeFunction) -> _RangeFunction:
         for name in names.split():
@@ -151,7 +158,7 @@ def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
     "split_with_sizes squeeze t topk transpose unbind _unsafe_view unsqueeze view.default _to_copy"
 )
 def _of_first(_: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Results are elements of the first operand, or lie between them."""
+    """Return the range of the first operand. Results are its elements, or lie between them."""
     return ranges[0] if ranges else ANYTHING
 
 
@@ -240,7 +247,10 @@ def _clamped(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("nan_to_num")
 def _finite_instead(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Infinities become the largest numbers of the type, unless the call names replacements."""
+    """Return the range of `nan_to_num`, in which infinities become the largest numbers of the dtype.
+
+    If the call names other replacements, the range has all numbers.
+    """
     greatest = torch.finfo(node.meta["val"].dtype).max * (1 - 2**-20)
     if len(node.args) > 2 or {"posinf", "neginf"} & set(node.kwargs):
         return ANYTHING
@@ -262,7 +272,7 @@ def _magnitude(_: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("add.Tensor add.Scalar sub.Tensor sub.Scalar")
 def _added(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """The sum of both operands. Operands of different signs may round to zero."""
+    """Return the range of a sum or difference. Operands of different signs may cancel and round to zero."""
     if len(node.args) > 2 or "alpha" in node.kwargs:
         return ANYTHING
     one, other = _operand_ranges(node, ranges)
@@ -326,7 +336,10 @@ def _exponential(_: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("sum cumsum")
 def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """So many times the least and the greatest, if not fewer."""
+    """Return the range of a sum: from the number of addends times the least to the number times the greatest.
+
+    The range also has the operand's own range, because a cumulative sum may have one addend.
+    """
     operand = node.args[0]
     if not isinstance(operand, fx.Node):
         return ANYTHING
@@ -339,11 +352,11 @@ def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 
 _OF_INTEGERS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.clamp.default, aten.clamp_min.default})
-"""Operators on integers whose results may exceed the operands' range, such as counts."""
+"""Operators whose integer results have ranges from the table. Other integers have the range of their dtype."""
 
 
 def _operand_ranges(node: fx.Node, ranges: Sequence[Range]) -> tuple[Range, Range]:
-    """The ranges of both operands, one of which may be a number."""
+    """Return the ranges of a call's first two arguments, each of which may be a tensor or a number."""
     given = iter(ranges)
     first, second = (next(given) if isinstance(item, fx.Node) else _number(item) for item in node.args[:2])
     return first, second
@@ -356,7 +369,7 @@ def _number(value: Any) -> Range:
 
 
 def _times(one: float, other: float) -> float:
-    """A product with zero counted as zero, because infinity times zero is NaN, which ranges ignore."""
+    """Return the product, with zero for infinity times zero, because ranges ignore NaN."""
     return 0.0 if one == 0 or other == 0 else one * other
 
 
@@ -372,7 +385,10 @@ def _inverse(divisor: Range) -> Range:
 
 
 def _power(base: Range, exponent: float) -> Range:
-    """Squares, roots and their inverses. The root of a negative number is NaN, which ranges ignore."""
+    """Return the range of `base` to a power, for the exponents 2, 0.5, -0.5, -1 and -2. Others have all numbers.
+
+    The root of a negative number is NaN, which ranges ignore.
+    """
     if exponent == 2:
         ends = [_times(bound, bound) for bound in (base.low, base.high)]
         return Range(min(ends) if base.excludes_zero else 0.0, max(ends))

@@ -1,8 +1,9 @@
-"""Rules of recurrent layers: rows of the batch are independent, steps are sequential.
+"""Rules of recurrent layers. Only the batch, the factor `b`, may be split.
 
-The product with the input's weights is outside (`autoshard.kernels.recurrent`), where the rule of `aten.mm` splits
-features and gates. Inside, each step multiplies the whole hidden state, and splitting it would need a collective at
-every step. So only `b` is split. Gradients of weights are sums over `b`, linear in the incoming gradients.
+Each time step multiplies the whole hidden state by a matrix, so a split of features would need a collective at every
+step. The product of the input with its weights is not part of the operator (`autoshard.kernels.recurrent`). The rule of
+`aten.mm` splits its features and gates. Gradients of weights are sums over `b`. All gradients are linear in the
+incoming gradients together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ autoshard_ops = torch.ops.autoshard
 
 _Tensor = torch.Tensor
 _STEPS, _STATE, _MATRIX = "b _ _", "b _", "_ _"
-"""Values of each row and step, values of each row, and weights."""
+"""Notation of values for each row and time step, of values for each row, and of weight matrices."""
 
 
 def _rule(operands: list[str], results: list[str], **options: Any) -> Rule:
@@ -78,5 +79,5 @@ def rnn_backward(
 
 
 def _backward(grads: list[str], operands: list[str], results: list[str]) -> Rule:
-    """Results are linear in all gradients together."""
+    """Return the rule of a backward, which is linear in the incoming gradients `grads` together."""
     return _rule([*grads, *operands], results, reduce={"b": "sum"}, linear=[range(len(grads))])

@@ -1,8 +1,8 @@
-"""Rules of operators that reduce, scan or order dims.
+"""Rules of operators that reduce, scan or sort dims.
 
-A reduced dim is a reduced factor if addends can have the reduction (sum, max, min, product). Other operators need every
-element of the dim at once. Their rewrite exchanges a summary between ranks (softmax, argmax; by
-`autoshard.rules.split_dims`), or the dim is blocked (sort, median).
+A dim that is reduced by a sum, maximum, minimum or product may be split, and the result is then partial. Other
+operators need every element of the dim. Some of them have a rewrite that exchanges a small summary between ranks, such
+as argmax and variance (`autoshard.rules.split_dims`). The dims of the rest, such as sort and median, cannot be split.
 """
 
 from __future__ import annotations
@@ -50,14 +50,19 @@ def _reduction(
     is_move: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Rule:
-    """One reduction over some dims.
+    """Return the rule of an operator that reduces some dims, and whose result is partial if they are split.
 
     Args:
-        is_linear: whether it is a sum, for which zeros in padding change nothing.
-        fill: padding value that changes nothing; None if no number does, or if linearity implies zero.
-        carries: partial values that pass through.
-        is_move: whether elements are unchanged if all reduced dims have size one.
-        dtype: type to which elements are converted first; None means `_widened`.
+        x: the operand.
+        dim: the reduced dims.
+        keepdim: whether the result has the reduced dims with size one.
+        reduction: the reduction over the dims.
+        is_linear: whether the operator is linear. Then padding is filled with zeros.
+        local: the rewrite.
+        fill: the fill value of padding that does not change the result, or None.
+        carries: partial values that pass.
+        is_move: whether the result is the operand if all reduced dims have size one.
+        dtype: the dtype to which elements are converted first. None stands for `_widened`.
     """
     dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)
     dims, removed = named(x.dim()), _positions(x, dim)
@@ -74,22 +79,22 @@ def _reduction(
 
 
 def _widened(x: torch.Tensor) -> torch.dtype:
-    """The type in which elements of `x` are summed and multiplied: integers in 64 bits."""
+    """Return the dtype in which elements of `x` are summed and multiplied: int64 for integers and booleans."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
 
 
 def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
-    """Partial values other than sums that pass if the result is the converted operand."""
+    """Return carries of other partial values than sums, if the result is the operand converted to `target`."""
     return moving((0,)) if source == target else through_conversion(source, target, 0)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
-    """The reduced dims; a scalar has none, whatever `dim` is."""
+    """Return the indices of the reduced dims. A scalar has none."""
     return normal_dims(dim, x.dim()) if x.dim() else ()
 
 
 def _over_whole(x: torch.Tensor, dim: DimList, keepdim: bool, results: int = 1, carries: Sequence[Carry] = ()) -> Rule:
-    """A reduction that needs its dims whole."""
+    """Return the rule of a reduction whose reduced dims cannot be split."""
     dims = with_blocked(named(x.dim()), removed := _positions(x, dim))
     return Rule(((dims,), (without(dims, removed, keepdim=keepdim),) * results), carries=carries)
 
@@ -98,9 +103,9 @@ def _split_inside(
     x: torch.Tensor, dim: DimList, keepdim: bool, local: Rewrite, fill: Fill, *, results: int = 1,
     carries: Sequence[Carry] = (), is_even: bool = False,
 ) -> Rule:  # fmt: skip
-    """A reduction whose rewrite reduces split dims itself; `fill` is the padding value.
+    """Return the rule of a reduction whose rewrite `local` communicates if reduced dims are split.
 
-    `local` takes the factors of the reduced dims as the keyword `factors`.
+    `local` takes the factors of the reduced dims as the keyword `factors`. `fill` is the fill value of padding.
     """
     dims, removed = named(x.dim()), _positions(x, dim)
     factors = names(dims[position] for position in removed)
@@ -115,7 +120,7 @@ def _split_inside(
 
 
 def _of_one(x: torch.Tensor, dim: DimList, results: int = 1) -> list[Carry]:
-    """Partial values that pass into the first result if the reduced dims have size one, so that it is the operand."""
+    """Return carries into the first of `results` if all reduced dims have size one, so that it equals the operand."""
     if any(x.shape[position] != 1 for position in _positions(x, dim)):
         return []
     return meaningful([x], only_in(0, results, [*sums((0,)), *moving((0,))]))
@@ -150,7 +155,7 @@ def mean_all(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 
 def _mean(x: torch.Tensor, dim: DimList, keepdim: bool) -> Rule:
-    """The mean is a sum of the pieces' means, each by its share of the whole; where a piece has padding, zeros."""
+    """Return the rule of a mean: the sum over ranks of the mean of each piece, times the piece's share of elements."""
     reduced = names(named(x.dim())[position] for position in _positions(x, dim))
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +201,7 @@ def _is_boolean(x: torch.Tensor) -> bool:
 
 
 def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """The carries for booleans. On numbers the operator counts zeros, which does not keep their order."""
+    """Return the carries if `x` is boolean. `any` and `all` of numbers compare them with zero, and lose their order."""
     return carries if _is_boolean(x) else []
 
 
@@ -232,7 +237,10 @@ def norm_all(x: torch.Tensor, p: float = 2) -> Rule:
 
 @sharding_rule(aten.linalg_vector_norm.default)
 def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Powers add up over pieces; norms of order infinity, one and zero are reductions of the pieces' norms."""
+    """Return the rule. For the orders infinity, -infinity, 1 and 0, the norms of pieces are reduced.
+
+    For other orders, the rewrite sums the powers of the pieces' norms.
+    """
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
         return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0, is_move=False)
@@ -241,7 +249,7 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
     made = kwargs.get("dtype") or x.dtype.to_real()
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-        """Powers are computed in a wider type, because half precision may overflow."""
+        """Emit the norm. Powers are computed in float32 for 16-bit dtypes, because they may overflow."""
         norm = context.default(*args, **kwargs)
         if not any(map(context.is_split, reduced)):
             return norm
@@ -283,7 +291,7 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """If the reduced dims have size one, both results are the operand."""
+    """Return the rule. If the reduced dims have size one, both results are the operand, and partial values pass."""
     is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
     carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
@@ -311,7 +319,10 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> R
 
 
 def _arg_extreme(op: Any, fill: Reduction) -> RuleFunction:
-    """Over all dims of a matrix, indices of pieces are not in order."""
+    """Return the rule function of `argmax` or `argmin`. The reduced dim may be split.
+
+    Without `dim`, the indices of pieces of a matrix are not in order, so its dims cannot be split.
+    """
 
     def rule(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
         if not can_travel(x.dtype) or (dim is None and x.dim() != 1):
@@ -334,7 +345,7 @@ sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
-    """Integers need even splits, because no integer leaves the result unchanged."""
+    """Return the rule. Integers are only split evenly, because no integer in padding leaves the result unchanged."""
     carries = _of_one(x, dim)
     if x.is_complex():
         return _over_whole(x, dim, keepdim, carries=carries)
@@ -350,7 +361,7 @@ def _local_logsumexp(
 
 
 def _variance(*, is_root: bool, results: int = 1) -> RuleFunction:
-    """The rule of variances or their roots, with or without the mean."""
+    """Return the rule function of variances, or of their roots. With `results` of 2, the mean is a result too."""
 
     def rule(x: torch.Tensor, dim: DimList = None, *, keepdim: bool = False, **kwargs: Any) -> Rule:
         if x.is_complex():
@@ -401,7 +412,7 @@ def _along(
 
 
 def _scan(*, is_product: bool) -> RuleFunction:
-    """The rule of running sums or products."""
+    """Return the rule function of cumulative sums or products. Their dim may be split."""
 
     def rule(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
         is_number = x.is_floating_point() or x.is_complex()
@@ -463,7 +474,7 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
 
 @sharding_rule(aten.renorm.default)
 def renorm(x: torch.Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Each slice along `dim` is scaled by its own norm."""
+    """Return the rule. Only `dim` may be split, because each slice along it is scaled by its own norm."""
     kept = normal_dim(dim, x.dim())
     dims = with_blocked(named(x.dim()), [position for position in range(x.dim()) if position != kept])
     return Rule(((dims,), (dims,)))
@@ -481,7 +492,7 @@ def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
 
 @sharding_rule(aten.histc.default)
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule | None:
-    """Counts add up over pieces if the range does not depend on the data."""
+    """Return the rule, in which counts of pieces are summed, or None if the range depends on the data."""
     if min >= max:
         return None
     dims = named(x.dim())

@@ -1,8 +1,8 @@
-"""The table of sharding rules, keyed by operator.
+"""The table of sharding rules, from an operator to its rule function.
 
-A rule function takes the call's arguments (tensors as fake or meta tensors of global shape). It returns a `Rule`, a
-notation string, or None if the call cannot be split. Our rules are registered when the family modules are imported;
-registering an operator twice raises.
+A rule function takes the arguments of a call, with fake or meta tensors of global shape. It returns a `Rule`, a
+notation string such as "m k, k n -> m n", or None if the call cannot be split. The rules of autoshard are registered
+when the modules of `autoshard.rules` are imported. Registering an operator twice raises an error.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _inferred: dict[Any, tuple[str, ...]] = {}
 def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
     """Register the decorated function as the sharding rule of `operators`.
 
-    Operators are `torch.ops` overloads, results of `torch.library.custom_op` or `triton_op`, or names
-    ("library.name.overload") of operators in libraries that may not be imported yet.
+    An operator is a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`. It may also be
+    given by name, as "library.name.overload", if its library is not imported yet.
 
-    The function takes the arguments of a call, tensors as fake tensors of global shape. It returns a `Rule`, its
-    notation alone as a string, or None for a call that cannot be split.
+    The function takes the arguments of a call, with fake tensors of global shape. It returns a `Rule`, or only the
+    notation as a string, or None for a call that cannot be split.
 
     Raises:
         OperatorError: an argument is no operator, an operator already has a rule, or the decorated object is no
@@ -47,7 +47,10 @@ def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
 
 
 def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
-    """Like `sharding_rule`, for any call target in programs, including the planner's own functions."""
+    """Register the decorated function as the sharding rule of `targets`, as `sharding_rule` does.
+
+    Targets may be any functions that a program calls, including Python functions of the planner.
+    """
 
     def register(function: _Function) -> _Function:
         if not callable(function):
@@ -65,7 +68,7 @@ def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
 
 
 def _is_name(operator: Any) -> bool:
-    """Whether the operator is given as "library.name.overload". Raises `OperatorError` for any other text."""
+    """Whether the operator is a string "library.name.overload". Raise `OperatorError` for any other string."""
     if not isinstance(operator, str):
         return False
     if len(operator.split(".")) != 3 or not all(part.isidentifier() for part in operator.split(".")):
@@ -74,7 +77,7 @@ def _is_name(operator: Any) -> bool:
 
 
 def checked_operator(operator: Any) -> OpOverload:
-    """The overload of an operator in traced programs. Raises `OperatorError` for anything else."""
+    """Return the overload that traced programs have for `operator`. Raise `OperatorError` if there is no single one."""
     found = as_overload(operator)
     if not isinstance(found, OpOverload):
         name = getattr(operator, "__name__", "mm")
@@ -87,10 +90,10 @@ def checked_operator(operator: Any) -> OpOverload:
 
 
 def as_overload(operator: Any) -> Any:
-    """The overload of `operator` in traced programs; an object that is no operator of torch.ops itself.
+    """Return the overload that traced programs have for `operator`. Return any object that is no operator unchanged.
 
     Raises:
-        OperatorError: a name in `torch.ops` that stands for several overloads.
+        OperatorError: `operator` is a packet such as `torch.ops.aten.add` that has several overloads.
     """
     if isinstance(operator, CustomOpDef):
         return operator._opoverload
@@ -109,23 +112,26 @@ def has_rule(operator: Any) -> bool:
 
 
 def author_of_rule(operator: Any) -> str | None:
-    """The module of an operator's sharding rule, or None without a rule."""
+    """Return the name of the module that defines an operator's sharding rule, or None without a rule."""
     function = find_rule(as_overload(operator))
     return None if function is None else function.__module__
 
 
 def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
-    """Record that an operator's rules, given as text, were found by running it."""
+    """Record that an operator's rules, given as texts, were found by running the operator."""
     _inferred[operator] = rules
 
 
 def inferred_operators() -> dict[str, tuple[str, ...]]:
-    """Operators with inferred rules, and these rules. Every plan that uses them assumes that they are right."""
+    """Return a dict from the name of each operator with inferred rules to these rules as texts.
+
+    A plan that uses inferred rules is right only if the rules are.
+    """
     return {str(operator): rules for operator, rules in _inferred.items()}
 
 
 def find_rule(operator: Any) -> RuleFunction | None:
-    """The rule function of an operator, or None."""
+    """Return the rule function of an operator, or None."""
     return _rules.get(operator) or _rules.get(str(operator))
 
 
@@ -136,13 +142,15 @@ def bound_rule(
     outputs: Sequence[torch.Tensor | None],
     ranges: Sequence[Range] | None = None,
 ) -> BoundRule | None:
-    """The rule of one call with its factor sizes, or None if the operator has no rule or its rule refuses the call.
+    """Return the rule of one call with the sizes of its factors.
+
+    The result is None if the operator has no rule, or if its rule function returns None for the call.
 
     Args:
         operator: a `torch.ops` overload.
-        args, kwargs: the call's arguments, tensors as fake or meta tensors of global shape.
-        outputs: the call's results, as fake or meta tensors; None entries of a tuple result are skipped.
-        ranges: possible numbers of each tensor operand; by default finite and nonzero.
+        args, kwargs: the call's arguments, with fake or meta tensors of global shape.
+        outputs: the call's results, as fake or meta tensors. None entries of a tuple result are skipped.
+        ranges: possible numbers of each tensor operand. By default, all are finite and nonzero.
     """
     function = find_rule(operator)
     rule = None if function is None else _rule_for_call(operator, function, args, kwargs)
@@ -167,7 +175,7 @@ def bound_rule(
 def _rule_for_call(
     operator: Any, function: RuleFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Rule | None:
-    """The rule that a rule function returns for a call; `OperatorError` if a user's function fails."""
+    """Call a rule function and return its rule. Raise `OperatorError` if a user's function fails or returns no rule."""
     try:
         rule = function(*args, **kwargs)
     except Exception as error:
@@ -188,21 +196,25 @@ def _rule_for_call(
 
 
 def _place(function: RuleFunction) -> str:
-    """`rules.py:12`: the file and line of a rule function, or its name."""
+    """Return file and line of a rule function, such as "rules.py:12", or else its `repr`."""
     code = getattr(function, "__code__", None)
     return repr(function) if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
-    """Whether addends are narrow integers and a result is wider, so that wrapped addends change its sum."""
+    """Whether `dtype` is a narrow integer and some result has another dtype.
+
+    Then addends of type `dtype` may have wrapped round, and the sum of the results over ranks would be wrong.
+    """
     is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
     return is_narrow and any(result.dtype != dtype for result in results)
 
 
 def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Rule:
-    """The rule with sums as the only partial values of complex numbers.
+    """Return the rule without other partial values of complex numbers than sums.
 
-    Complex numbers have no order. They are sent as pairs of reals, whose products are not complex products.
+    Complex numbers have no order, so they have no maxima. Collectives send them as pairs of real numbers, so they
+    cannot compute complex products.
     """
     if rule.transparent:
         rule = replace(rule, transparent=False, linear=[*rule.linear, (0,)])
@@ -218,7 +230,7 @@ def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], resul
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensor results of one call on the "meta" device: shapes and dtypes without computation.
+    """Run one call on the "meta" device and return its tensor results, which have shapes and dtypes but no values.
 
     If shapes depend on values (a mask as an index), the call runs on the real operands.
 
@@ -247,5 +259,5 @@ def _on_meta(values: Any) -> Any:
 
 
 def tensor_operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among a call's arguments, in order, with lists flattened."""
+    """Return the tensors among a call's arguments, in order, with lists flattened."""
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

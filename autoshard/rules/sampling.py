@@ -1,8 +1,8 @@
-"""Sample calls of an operator: its arguments, redrawn in other sizes and values.
+"""Draws operands of other sizes and values for a call of an operator, to infer its sharding rule.
 
-Draws must be able to expose a wrong rule. Values are normal, small and large, and also like the sample's own, as an
-operator may be defined for positive numbers only. Sizes are those the operator accepts. Dims that only change together
-are found by trial.
+Draws must expose a wrong rule. Values are drawn from normal distributions of several scales. They are also drawn from
+the sample's own values, because an operator may be defined for positive numbers only. Sizes are drawn until the
+operator accepts them. Dims that must have equal sizes are found by trial.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Dim = tuple[int, int]
-"""A dim of an operand: index of the operand, position of the dim."""
+"""A dim of an operand, as (index of the operand, index of the dim)."""
 
 Tie = frozenset[Dim]
-"""Dims whose sizes change together."""
+"""A set of dims that the operator only accepts with equal sizes."""
 
 _REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError)
 """Errors that operators raise on unsuitable operands."""
@@ -32,13 +32,13 @@ _MOST_TIED = 6
 
 @dataclass(frozen=True, slots=True)
 class SampledCall:
-    """A call of an operator with its tensors taken out.
+    """A call of an operator without its tensor operands.
 
     Args:
         operator: a `torch.ops` overload.
-        leaves: all arguments, flattened; None in the place of tensors.
-        spec: how `leaves` make up `(args, kwargs)`.
-        places: positions of the tensors in `leaves`.
+        leaves: all arguments, flattened by pytree, with None in place of each tensor.
+        spec: the structure of `(args, kwargs)` for `tree_unflatten`.
+        places: indices of the tensors in `leaves`.
     """
 
     operator: Any
@@ -47,7 +47,7 @@ class SampledCall:
     places: tuple[int, ...]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The tensor results of the call on `operands`, in order. Raises the operator's own errors."""
+        """Run the call with `operands`, and return its tensor results in order. Errors of the operator are raised."""
         leaves = list(self.leaves)
         for place, operand in zip(self.places, operands, strict=True):
             leaves[place] = operand
@@ -57,7 +57,7 @@ class SampledCall:
         return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
 
     def attempt(self, operands: Sequence[Tensor]) -> list[Tensor] | None:
-        """The tensor results, or None if the operator refuses the operands."""
+        """Run the call with `operands`, and return its tensor results, or None if the operator raises an error."""
         try:
             return self.run(operands)
         except _REFUSALS:
@@ -66,13 +66,13 @@ class SampledCall:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Operands that the operator accepts, with its results on one device."""
+    """Whole operands that the operator accepts, with their results."""
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
     def size(self, tie: Tie) -> int:
-        """The size of the dims of `tie` in this trial."""
+        """Return the size of the dims of `tie` in this trial."""
         operand, dim = min(tie)
         return self.operands[operand].shape[dim]
 
@@ -84,7 +84,7 @@ class Sampler:
     Args:
         call: the call.
         sample: operands that the call accepts.
-        generator: source of all random numbers, seeded so that rules are reproducible.
+        generator: the source of all random numbers, with a fixed seed, so that inferred rules are reproducible.
     """
 
     call: SampledCall
@@ -92,12 +92,12 @@ class Sampler:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
     def in_widest_type(self) -> Sampler:
-        """The sampler with floats in double precision, if the operator accepts them, for less rounding."""
+        """Return a sampler whose sample has float64 in place of floats, for less rounding, if the operator takes it."""
         wide = tuple(map(_widened, self.sample))
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
     def ties(self) -> list[Tie]:
-        """The smallest sets of dims that the operator lets change together. Dims of size one never change."""
+        """Find the smallest sets of dims whose size can be changed together. Dims of size one are left out."""
         open_dims = [(i, dim) for i, x in enumerate(self.sample) for dim in range(x.dim()) if x.shape[dim] > 1]
         found: list[Tie] = []
         while open_dims:
@@ -125,14 +125,14 @@ class Sampler:
         return self.sample[dim[0]].shape[dim[1]]
 
     def trials(self, ties: Sequence[Tie], count: int) -> Iterator[Trial]:
-        """The sample itself, then up to `count` draws for each way to draw values."""
+        """Yield a trial with the sample itself, then up to `count` trials for each scale of values."""
         yield from self._trial(self.sample)
         for scale in (None, *_NORMAL_SCALES):
             for _ in range(count):
                 yield from self._drawn_trial(ties, scale)
 
     def _drawn_trial(self, ties: Sequence[Tie], scale: float | None) -> Iterator[Trial]:
-        """At most one trial: sizes are drawn small first, then as multiples of the sample's."""
+        """Yield at most one trial. Sizes are first drawn small, then as multiples of the sample's sizes."""
         for draw_size in (self._small_size, self._small_size, self._multiple, self._multiple):
             trial = list(self._trial(self.draw({tie: draw_size(tie) for tie in ties}, scale)))
             if trial:
@@ -145,7 +145,7 @@ class Sampler:
             yield Trial(tuple(operands), tuple(results))
 
     def _small_size(self, tie: Tie) -> int:
-        """A random size, not below the sample's if there are integers, which may index this dim."""
+        """Draw a small size, or a multiple of the sample's size if the sample has integers, which may index the dim."""
         if any(not _is_float(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
@@ -157,11 +157,12 @@ class Sampler:
         return int(torch.randint(limit, (), generator=self.generator, device="cpu"))
 
     def draw(self, sizes: Mapping[Tie, int], scale: float | None) -> tuple[Tensor, ...]:
-        """Operands with the dims of ties in new sizes.
+        """Draw operands with new sizes.
 
         Args:
-            sizes: new size of the dims of each tie; others stay.
-            scale: factor of normal values; None draws values like the sample's. Integers are always like the sample's.
+            sizes: from a tie to the new size of its dims. Other dims keep their size.
+            scale: the standard deviation of normal values. None draws values like those of the sample. Integers are
+                always elements of the sample.
         """
         shapes = [list(x.shape) for x in self.sample]
         for tie, size in sizes.items():
@@ -177,26 +178,26 @@ class Sampler:
         return self.noise(like, shape) * (scale or 1.0)
 
     def _chosen(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Elements of `like`, picked at random."""
+        """Draw a tensor of `shape` from the elements of `like`."""
         if like.numel() == 0:
             return like.new_zeros(tuple(shape))
         index = torch.randint(like.numel(), tuple(shape), generator=self.generator, device="cpu")
         return like.flatten()[index.to(like.device)]
 
     def noise(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Normal values of the type of `like`."""
+        """Draw a tensor of `shape` with normal values, of the dtype and device of `like`."""
         dtype = torch.complex128 if like.is_complex() else torch.float64
         return torch.randn(tuple(shape), dtype=dtype, generator=self.generator, device="cpu").to(like)
 
     def addends(self, x: Tensor, count: int) -> list[Tensor]:
-        """`count` random tensors that add up to `x`."""
+        """Draw `count` random tensors that add up to `x`."""
         scale = x.abs().amax() if x.numel() else 1.0
         noise = [self.noise(x, x.shape) * scale for _ in range(count - 1)]
         return [*noise, x - sum(noise)]
 
 
 def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SampledCall, tuple[Tensor, ...]]:
-    """Split a call into its tensor operands, detached, and everything else."""
+    """Split a call into a `SampledCall` and its detached tensor operands."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -204,7 +205,10 @@ def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are equal up to rounding, relative to each element and, far less, to the largest."""
+    """Whether two results are equal up to rounding.
+
+    The tolerance is relative to each element, plus a far smaller part of the largest element.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not _is_float(expected):

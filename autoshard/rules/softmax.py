@@ -1,4 +1,4 @@
-"""Rules of softmax and its logarithm. Splitting their dim takes two reductions for each row."""
+"""Rules of softmax and log-softmax. If their dim is split, ranks reduce the maximum and the sum of each row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def _softmax(*, is_log: bool) -> RuleFunction:
 
 
 def _softmax_to(*, is_log: bool = False, is_safe: bool = False) -> RuleFunction:
-    """The rule of softmax with the dtype of its result."""
+    """Return the rule function of an operator that takes the dtype of its result, such as `aten.softmax.int`.
+
+    Args:
+        is_log: whether it is the log-softmax.
+        is_safe: whether a row of minus infinities gives zeros.
+    """
 
     def rule(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Rule:
         source, target = x.dtype, dtype or x.dtype

@@ -1,8 +1,8 @@
-"""Local forms of operators that need a dim whole, on pieces of the dim.
+"""Functions for rewrites of operators that need every element of a dim, if the dim is split.
 
-Ranks exchange only small summaries: the maximum of a row, its sum, the last element of a scan. Each function here
-computes the operator's result for the whole, by reducing or gathering the summaries of the ranks that split the dim.
-Padding has the rules' fill values: 0 for sums, the smallest number for maxima.
+Ranks exchange only small summaries: the maximum of a row, its sum, the last element of a scan. Each function emits
+calls that compute the operator's result, by reducing or gathering the summaries of the ranks that split the dim.
+Padding has the fill values of the rules: 0 for sums, the smallest number for maxima.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def split_along(
     x: torch.Tensor, dim: int, local: Rewrite, fill: Fill, *, operands: int = 1, is_linear: bool = False,
     carries: Sequence[Carry] = (), is_even: bool = False,
 ) -> Rule:  # fmt: skip
-    """The rule of an operator along one dim, which may be split.
+    """Return the rule of an operator along one dim, which may be split.
 
     Args:
-        x: an operand; all operands and the result have its shape.
-        dim: the dim.
-        local: the rewrite; it takes the factor of the dim as the keyword `factor`.
-        fill: padding value.
-        operands: number of operands.
+        x: an operand. All operands and the result have its shape.
+        dim: the dim along which the operator works.
+        local: the rewrite. It takes the factor of the dim as the keyword `factor`.
+        fill: the fill value of padding along the dim.
+        operands: the number of operands.
         is_linear: whether the operator is linear in the first operand.
-        carries: other partial values that pass through.
+        carries: other partial values that pass.
         is_even: whether the dim may only be split evenly.
     """
     dims = named(max(x.dim(), 1))
@@ -57,39 +57,42 @@ def split_along(
 
 
 def can_travel(*dtypes: torch.dtype) -> bool:
-    """Whether collectives accept these element types."""
+    """Whether collectives accept tensors of these dtypes."""
     return _TRAVELLING.issuperset(dtypes)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for statistics of a row."""
+    """Return the dtype in which statistics of a row of `dtype` are computed: float32 for 16-bit floats."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def is_any_split(context: LocalContext, factors: Iterable[str]) -> bool:
-    """Whether pieces of some of the factors are on different ranks."""
+    """Whether some of the factors is split into more than one piece."""
     return any(context.shards(factor) > 1 for factor in factors)
 
 
 def converted(context: LocalContext, value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """A value of dtype `source` in dtype `target`."""
+    """Emit the conversion of a value from dtype `source` to `target`, and return it."""
     return value if source == target else context.call(aten._to_copy.default, value, dtype=target)
 
 
 def reduce_over(context: LocalContext, value: Any, reduction: str, factors: Iterable[str]) -> Any:
-    """Reduce the values of all ranks with pieces of some factors."""
+    """Emit all-reduces of `value` over the ranks that split the factors, and return the reduced value."""
     for factor in factors:
         value = context.all_reduce(value, reduction, factor) if context.shards(factor) > 1 else value
     return value
 
 
 def total(context: LocalContext, value: Any, dims: Sequence[int], factors: Iterable[str]) -> Any:
-    """The sum over `dims`, kept with size one; `factors` are the split factors of these dims."""
+    """Emit the sum over `dims` of all ranks' pieces. The dims stay with size one. `factors` are the dims' factors."""
     return reduce_over(context, context.call(aten.sum.dim_IntList, value, list(dims), True), "sum", factors)
 
 
 def log_sum_exp(context: LocalContext, of_pieces: Any, factors: Sequence[str]) -> Any:
-    """log sum exp of the whole from those of the pieces, l_i: m + log(sum_i exp(l_i - m)), with m = max_i l_i or 0."""
+    """Emit the log-sum-exp of the whole, given the log-sum-exp l_i of each rank's piece.
+
+    It is m + log(sum_i exp(l_i - m)) with m = max_i l_i. An infinite m is replaced by 0.
+    """
     call = context.call
     top = reduce_over(context, of_pieces, "max", factors)
     top = call(aten.masked_fill.Scalar, top, call(aten.isinf.default, top), 0)
@@ -98,7 +101,7 @@ def log_sum_exp(context: LocalContext, of_pieces: Any, factors: Sequence[str]) -
 
 
 def softmax(context: LocalContext, x: Any, dim: int, factor: str, *, is_log: bool, is_safe: bool = False) -> Any:
-    """Softmax along a split dim, or its logarithm; `is_safe`: zeros where the whole row is minus infinity."""
+    """Emit softmax along a split dim, or log-softmax. With `is_safe`, a row of minus infinities gives zeros."""
     call = context.call
     top = context.all_reduce(call(aten.amax.default, x, [dim], True), "max", factor)
     shifted = call(aten.sub.Tensor, x, top)
@@ -113,7 +116,10 @@ def softmax(context: LocalContext, x: Any, dim: int, factor: str, *, is_log: boo
 
 
 def softmax_backward(context: LocalContext, grad: Any, output: Any, dim: int, factor: str, *, is_log: bool) -> Any:
-    """y (g - sum(g y)) of a softmax y; g - exp(y) sum(g) of its logarithm y."""
+    """Emit the gradient of the operand of softmax or log-softmax along a split dim, given the result y and gradient g.
+
+    It is y (g - sum(g y)) for softmax, and g - exp(y) sum(g) for log-softmax.
+    """
     call = context.call
     if is_log:
         sums = total(context, grad, [dim], [factor])
@@ -125,18 +131,18 @@ def softmax_backward(context: LocalContext, grad: Any, output: Any, dim: int, fa
 def moments(
     context: LocalContext, x: Any, dims: Sequence[int], factors: Sequence[str], count: int, *, operand: int = 0
 ) -> tuple[Any, Any, Any]:
-    """Mean, centred elements, and the sum of their squares, in two passes; dims are kept with size one.
+    """Emit mean, centred elements and the sum of their squares over some dims, in two passes over the piece.
 
     Args:
-        context: the place of the rank.
-        x: its piece, with zeros in padding, in the dims of the rule's `operand`.
-        dims: dims over which moments are taken.
-        factors: factors of `dims`.
-        count: the number of elements over all ranks.
-        operand: index of the operand with the dims of `x`.
+        context: the pieces of the rank.
+        x: the piece of the rank, with zeros in padding.
+        dims: the dims over which moments are taken.
+        factors: the factors of `dims`.
+        count: the number of elements of `dims` over all ranks.
+        operand: index of the operand that has the dims of `x`.
 
     Returns:
-        The three tensors. Centred elements are zero in padding.
+        The three tensors. `dims` have size one in the mean and in the sum. Centred elements are zero in padding.
     """
     mean = context.call(aten.div.Scalar, total(context, x, dims, factors), count)
     centred = without_padding(context, context.call(aten.sub.Tensor, x, mean), factors, operand)
@@ -144,7 +150,7 @@ def moments(
 
 
 def without_padding(context: LocalContext, value: Any, factors: Iterable[str], operand: int = 0) -> Any:
-    """A value with the dims of an operand, with zeros in the padding of `factors`."""
+    """Emit zeros into the padding of `factors` in `value`, which has the dims of an operand, and return it."""
     for factor in factors:
         if context.global_size(factor) % context.shards(factor):
             value = context.fill(value, operand, factor, 0)
@@ -155,16 +161,19 @@ def variance(
     context: LocalContext, x: Any, dims: Sequence[int], factors: Sequence[str], count: int, correction: float,
     *, is_root: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Variance (or its root) and mean over some dims, kept with size one."""
+    """Emit variance, or its root, and mean over some dims, which stay with size one.
+
+    The arguments are those of `moments`, and `correction` is that of `torch.var`.
+    """
     mean, _, squares = moments(context, x, dims, factors, count)
     result = context.call(aten.div.Scalar, squares, max(0, count - correction))
     return context.call(aten.sqrt.default, result) if is_root else result, mean
 
 
 def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: bool, factor: str) -> tuple[Any, Any]:
-    """Value and index of the first extreme along a split dim; `op` is `max.dim` or `min.dim`.
+    """Emit value and global index of the first maximum or minimum along a split dim. `op` is `max.dim` or `min.dim`.
 
-    The operator itself selects the first extreme, or NaN, among the pieces' extremes in order.
+    `op` is applied to each piece, and then to the results of all pieces in order. So it selects NaN as on one device.
     """
     call = context.call
     own = call(op, x, dim, keepdim)
@@ -175,14 +184,17 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 
 
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
-    """Running sums or products of the whole from those of the pieces, combined with the total before each piece.
+    """Emit cumulative sums or products along a split dim, given those of the rank's own piece.
+
+    The total of all pieces before the rank's piece is added, or multiplied.
 
     Args:
-        context: the place of the rank.
-        scanned: the running sums of the rank's piece.
-        dim: the dim of the scan, split by `factor`.
-        dtype: type of the result.
-        is_product: products instead of sums.
+        context: the pieces of the rank.
+        scanned: the cumulative sums or products of the rank's piece.
+        dim: the dim of the scan.
+        factor: the factor of the dim.
+        dtype: the dtype of the result.
+        is_product: whether to compute products instead of sums.
     """
     call = context.call
     last = call(aten.narrow.default, scanned, dim, context.local_size(factor) - 1, 1)

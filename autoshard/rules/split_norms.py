@@ -1,4 +1,4 @@
-"""Local forms of normalisations with split normalised dims. The moments of each row are summed over the ranks.
+"""Rewrites of layer norm, RMS norm and group norm, which sum the moments of each row over ranks if rows are split.
 
 With m elements x of a row (over all ranks), weight w, bias b and gradient g of the result:
 
@@ -6,7 +6,7 @@ With m elements x of a row (over all ranks), weight w, bias b and gradient g of 
     dx = rstd (g w - sum(g w) / m - n sum(g w n) / m)                                   (RMS norm has no second term)
     dw = sum over rows of g n,  db = sum over rows of g
 
-Each function takes facts about the global call and returns the rewrite of a rule.
+Each public function takes operands of the global call, for shapes and dtypes, and returns the rewrite for its rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _width(ndim: int) -> tuple[list[int], tuple[str, ...]]:
-    """The last `ndim` dims, and the factors of the normalised dims."""
+    """Return the last `ndim` dims as negative indices, and their factors n0, n1, ..."""
     return list(range(-ndim, 0)), tuple(f"n{index}" for index in range(ndim))
 
 
@@ -36,18 +36,21 @@ def _count(x: torch.Tensor, ndim: int) -> int:
 
 
 def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """The dtype of ATen's mean and deviation. On CPUs it is the operand's dtype, unless the weights have another."""
+    """Return the dtype of ATen's mean and deviation.
+
+    On CPUs it is the operand's dtype, unless weights have another dtype. Otherwise it is float32 for 16-bit floats.
+    """
     is_mixed = any(weight.dtype != x.dtype for weight in tensors(*weights))
     return wide(x.dtype) if is_mixed or x.device.type != "cpu" else x.dtype
 
 
 def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """The dtype of computation with weights in the dtype of statistics."""
+    """Return the dtype of a product of normalised elements, in the dtype of statistics, with the weights."""
     return reduce(torch.promote_types, (weight.dtype for weight in tensors(*weights)), wide(x.dtype))
 
 
 def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | None]) -> Rewrite:
-    """The rewrite of `native_layer_norm` for an operand `like` over its last `ndim` dims."""
+    """Return the rewrite of `native_layer_norm` over the last `ndim` dims of an operand like `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
@@ -67,7 +70,7 @@ def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | N
 
 
 def rms_norm(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """The rewrite of `_fused_rms_norm` for an operand `like` over its last `ndim` dims."""
+    """Return the rewrite of `_fused_rms_norm` over the last `ndim` dims of an operand like `like`."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, made = like.dtype, _promoted(like, [weight])
 
@@ -94,7 +97,7 @@ def _affine(context: LocalContext, normal: Any, weight: Any, bias: Any) -> Any:
 
 
 def layer_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """For `native_layer_norm_backward`."""
+    """Return the rewrite of `native_layer_norm_backward` over the last `ndim` dims of an operand like `like`."""
     _, factors = _width(ndim)
     dtypes = (like.dtype, *[like.dtype if weight is None else weight.dtype] * 2)
     made = _promoted(like, [weight])
@@ -112,7 +115,7 @@ def layer_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | No
 
 
 def rms_norm_backward(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """For `_fused_rms_norm_backward`."""
+    """Return the rewrite of `_fused_rms_norm_backward` over the last `ndim` dims of an operand like `like`."""
     _, factors = _width(ndim)
     dtypes = (like.dtype, like.dtype if weight is None else weight.dtype)
     made = _promoted(like, [weight])
@@ -132,9 +135,17 @@ def _row_gradients(
     context: LocalContext, like: torch.Tensor, ndim: int, operands: tuple[Any, Any, Any, Any],
     dtypes: Sequence[torch.dtype], made: torch.dtype, output_mask: Sequence[bool], *, is_centred: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients, with these dtypes, of operand, weight and bias from gradient, (centred) operand, rstd and weight.
+    """Emit the gradients of operand, weight and bias. A gradient that is not asked for is None.
 
-    `made` is the dtype of products with the weight.
+    Args:
+        context: the pieces of the rank.
+        like: the operand of the global call.
+        ndim: the number of normalised dims.
+        operands: the result's gradient, the operand (centred for layer norm), rstd, and the weight or None.
+        dtypes: the dtype of each gradient, two for RMS norm and three for layer norm.
+        made: the dtype of products with the weight.
+        output_mask: whether each gradient is asked for.
+        is_centred: whether the norm subtracts the mean.
     """
     call, (dims, factors) = context.call, _width(ndim)
     grad, x, rstd, weight = operands
@@ -157,7 +168,7 @@ def _row_gradients(
 def _all_converted(
     context: LocalContext, values: Sequence[Any], sources: Sequence[torch.dtype], targets: Sequence[torch.dtype]
 ) -> tuple[Any, ...]:
-    """Convert values between dtypes; None stays None."""
+    """Emit the conversion of each value from its dtype in `sources` to its dtype in `targets`. None stays None."""
     rows = zip(values, sources, targets, strict=False)
     return tuple(None if value is None else converted(context, value, source, to) for value, source, to in rows)
 
@@ -166,7 +177,16 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """dx from g w, n and rstd; `over` has the dims of a row, their factors, and its number of elements."""
+    """Emit dx as in the module's formula.
+
+    Args:
+        context: the pieces of the rank.
+        weighted: g w.
+        normal: n.
+        rstd: the inverse deviation.
+        over: the dims of a row, the factors of these dims, and the number of elements of a row over all ranks.
+        is_centred: whether the norm subtracts the mean.
+    """
     call, (dims, factors, count) = context.call, over
     along = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weighted, normal), dims, True)
     if is_centred:
@@ -187,7 +207,7 @@ def _sum_of_rows(context: LocalContext, value: Any, rows: list[int]) -> Any:
 
 
 def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space: Sequence[str]) -> Rewrite:
-    """The rewrite of `native_group_norm` for an operand `like` with spatial factors `space`."""
+    """Return the rewrite of `native_group_norm` for an operand like `like`. `space` has the factors of spatial dims."""
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
     def local(
@@ -210,7 +230,7 @@ def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space
 
 
 def group_norm_backward(like: torch.Tensor, weight: torch.Tensor | None, space: Sequence[str]) -> Rewrite:
-    """For `native_group_norm_backward`."""
+    """Return the rewrite of `native_group_norm_backward`. The arguments are those of `group_norm`."""
     dtype, of_weights = like.dtype, like.dtype if weight is None else weight.dtype
     made = _promoted(like, [weight])
 
@@ -245,7 +265,7 @@ def group_norm_backward(like: torch.Tensor, weight: torch.Tensor | None, space: 
 
 
 def _per_channel(context: LocalContext, value: Any, shape: Sequence[int]) -> Any:
-    """A value for each channel, to be broadcast to planes of `shape`."""
+    """Emit a reshape of a vector of all channels, so that it broadcasts to `shape`. None stays None."""
     if value is None:
         return None
     return context.call(aten.reshape.default, value, [1, shape[1], *[1] * (len(shape) - 2)])

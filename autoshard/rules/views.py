@@ -1,8 +1,8 @@
-"""Rules of operators that move elements: views, copies, joins and cuts.
+"""Rules of operators that only move elements, such as `view`, `permute`, `slice`, `cat` and `pad`.
 
-They compute nothing. Partial values of any reduction pass through a single operand (`transparent`) and through several
-operands jointly. Inserted zeros are harmless, because they reduce to zero. Dims that are cut, shifted or joined are
-blocked.
+Partial values of any reduction pass through one operand (`transparent`), or through several operands together. Zeros
+that the operator inserts are harmless, because they reduce to zero. Dims that are cut, shifted or joined cannot be
+split.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
 
 @sharding_rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
-    """Splits only a reshape of contiguous memory."""
+    """Return the rule. Dims may be split only if the call is a reshape of contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)
     whole = moves(all_blocked(x.dim()), all_blocked(len(size)))
     return (_reshape(x, size, _local_view) or whole) if is_plain and not offset else whole
@@ -62,13 +62,13 @@ def flatten(x: torch.Tensor, start_dim: int = 0, end_dim: int = -1) -> Rule | No
 
 @sharding_rule(aten.view.dtype)
 def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule | None:
-    """The bits of addends are not addends of the bits."""
+    """Return the rule, or None if element sizes differ. Partial values do not pass, because bits do not add up."""
     dims = named(x.dim())
     return Rule(((dims,), (dims,))) if dtype.itemsize == x.dtype.itemsize else None
 
 
 def _local_view(context: LocalContext, x: Any, *_: Any) -> Any:
-    """A reshape, because the strides of a local piece may forbid a view."""
+    """Emit a reshape to the local shape. The strides of a local piece may not allow a view."""
     return context.call(aten.reshape.default, x, context.output_shape())
 
 
@@ -96,12 +96,15 @@ def _contiguous_stride(size: Sequence[int]) -> list[int]:
 
 
 def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
-    """The dims of two shapes of one memory as products of common factors.
+    """Write the dims of two shapes of one tensor as products of common factors.
 
     1. Walk both shapes from the major end. Each side has a remainder of its current dim.
-    2. Both sides share the factor gcd(left, left). When a side's dim is used up, go to its next dim.
-    3. If neither dim is used up (sizes without a common divisor), no factors describe the part until the products of
-       both sides meet. Its dims get factors `rest...`, one each.
+    2. The greatest common divisor of both remainders is a factor of both dims. When a dim is used up, go to the next.
+    3. If neither dim is used up, no common factor describes the dims until the products of both sides are equal. These
+       dims get factors `rest...` of their own, which cannot be split.
+
+    Returns:
+        The dims of `source`, the dims of `result`, and the size of each factor by name.
 
     Example:
         >>> common_factors([6, 4], [2, 12])
@@ -123,7 +126,7 @@ def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, 
 
 
 class _Side:
-    """One shape while its factors are being found: the factors of each dim, and the remainder of the current dim."""
+    """A shape while its factors are being found: each dim's factors so far, and the remainder of the current dim."""
 
     def __init__(self, shape: Sequence[int], rest: str) -> None:
         self._shape = shape
@@ -147,7 +150,7 @@ class _Side:
         self._advance()
 
     def take_rest(self, sizes: dict[str, int]) -> int:
-        """Make the remainder of the current dim one factor, and return its size."""
+        """Make the remainder of the current dim a factor of its own, and return its size."""
         size, name = self.left, f"{self._rest}{len(sizes)}"
         sizes[name] = size
         self.take(name, size)
@@ -227,7 +230,7 @@ def squeeze_dims(x: torch.Tensor, dim: int | Sequence[int]) -> Rule:
 
 
 def _squeeze(x: torch.Tensor, removed: Sequence[int]) -> Rule:
-    """The local form names its shape, because a local piece may have size one where the whole has not."""
+    """Return the rule. The rewrite reshapes to the local shape, because a piece may have size one in other dims."""
     dims = named(x.dim())
     gone = [dim for dim in removed if dim < x.dim() and x.shape[dim] == 1]
     return moves(dims, without(dims, gone), local=_local_view, padding={})
@@ -249,7 +252,10 @@ def _local_expand(context: LocalContext, x: Any, *_: Any, **__: Any) -> Any:
 
 @sharding_rule(aten.repeat.default)
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule | None:
-    """Copies are the major factor, elements the minor, so splitting the elements needs one rank per copy."""
+    """Return the rule. A dim of the result has copies as the major factor and elements as the minor factor.
+
+    So elements may only be split if each rank has a single copy.
+    """
     if 0 in repeats or x.numel() == 0:
         return None
     new = len(repeats) - x.dim()
@@ -388,7 +394,7 @@ def unfold_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, size: in
 
 @sharding_rule(aten.cat.default)
 def cat(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
-    """Operands may include empty vectors, whatever the rank of the other operands."""
+    """Return the rule. Some operands may be empty vectors, which `cat` ignores."""
     ndim = max(x.dim() for x in xs)
     dims = with_blocked(named(ndim), [normal_dim(dim, ndim)])
     operands = tuple(dims if x.dim() == ndim else all_blocked(x.dim()) for x in xs)
@@ -415,7 +421,7 @@ def constant_pad_nd(x: torch.Tensor, pad: Sequence[int], value: float = 0) -> Ru
 
 
 def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:
-    """`pad` has (before, after) for dims from the last backwards."""
+    """Return dims in which padded dims cannot be split. `pad` has (before, after) for each dim, from the last on."""
     changed = [x.dim() - 1 - index // 2 for index, amount in enumerate(pad) if amount]
     return with_blocked(named(x.dim()), changed)
 
@@ -477,6 +483,6 @@ def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
 
 
 def _local_triangle(context: LocalContext, x: Any, diagonal: int = 0) -> Any:
-    """Element (i, j) of the piece is element (i + row, j + column) of the whole, and the diagonal is j - i."""
+    """Emit `tril` or `triu` on the piece, with the diagonal moved by the global row and column of its first element."""
     *_, row, column = context.output_offset()
     return context.default(x, diagonal + row - column)

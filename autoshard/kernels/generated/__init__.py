@@ -1,1 +1,1 @@
-"""Triton kernels generated for groups of operators: the groups, their loops, their sources, their operators."""
+"""Generates Triton kernels for groups of operators, and defines each kernel as an operator of torch."""

@@ -1,9 +1,9 @@
-"""Sine and cosine of any float32 angle, computed in registers only.
+"""Sine and cosine of any float32 angle in Triton, computed in registers only.
 
-The device library's functions keep a table on the stack for large angles. Here, every angle is reduced in the same way
-(Payne, Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983). The quadrant of x / (2 pi) and the rest
-follow from 96 bits of 1 / (2 pi), selected by x's exponent. The polynomials on [-pi/4, pi/4] are those of Cephes
-(Moshier, 1992).
+CUDA's own functions keep a table on the stack for large angles. Here, every angle is reduced to [-pi/4, pi/4] in the
+same way (Payne, Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983). The reduction multiplies x by 96
+bits of 1 / (2 pi), which x's exponent selects. The product has the quadrant of x and the reduced angle. The polynomials
+on [-pi/4, pi/4] are those of Cephes (Moshier, 1992).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def sine(x):
-    """sin x, for float32 x; NaN for infinities."""
+    """Return sin x for float32 x, and NaN for infinities."""
     quadrant, rest = _reduce(x)
     result = _turned(quadrant, rest)
     return tl.where(tl.abs(x) < float("inf"), tl.where(x < 0.0, -result, result), float("nan"))
@@ -22,14 +22,14 @@ def sine(x):
 
 @triton.jit
 def cosine(x):
-    """cos x, for float32 x; NaN for infinities."""
+    """Return cos x for float32 x, and NaN for infinities."""
     quadrant, rest = _reduce(x)
     return tl.where(tl.abs(x) < float("inf"), _turned(quadrant + 1, rest), float("nan"))
 
 
 @triton.jit
 def _turned(quadrant, x):
-    """sin(quadrant pi / 2 + x) for x in [-pi/4, pi/4]."""
+    """Return sin(quadrant pi / 2 + x) for x in [-pi/4, pi/4]."""
     square = x * x
     odd = x + x * square * (-1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4))
     even = 4.166664568298827e-2 + square * (-1.388731625493765e-3 + square * 2.443315711809948e-5)
@@ -40,7 +40,7 @@ def _turned(quadrant, x):
 
 @triton.jit
 def _reduce(x):
-    """(q, r) with |x| = q pi / 2 + r, q modulo 4 and r in [-pi/4, pi/4], for finite x."""
+    """Reduce a finite x. Return q, up to a multiple of 4, and r in [-pi/4, pi/4], with |x| = q pi / 2 + r."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 0xFF) - 126, 0)  # |x| = mantissa 2^(exponent - 24)
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
@@ -60,7 +60,7 @@ def _reduce(x):
 
 @triton.jit
 def _word(index):
-    """Bits 32 index, ... of 1 / (2 pi), as an integer; 0 for index -1."""
+    """Return 32 bits of 1 / (2 pi) as an integer, from bit 32 `index` after the binary point. Index -1 gives 0."""
     word = tl.where(index == 0, 0x28BE60DB, 0).to(tl.int64)
     word = tl.where(index == 1, 0x9391054A, word)
     word = tl.where(index == 2, 0x7F09D5F4, word)

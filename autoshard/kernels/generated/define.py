@@ -1,8 +1,8 @@
-"""Generated kernels as operators: written to a file, compiled, and defined as `autoshard::triton_<operators>_<digest>`.
+"""Defines each generated kernel as an operator `autoshard::triton_<operators>_<digest>` of torch.
 
-An operator implements one group, with fixed shapes, strides and dtypes. An operand with other strides is copied into
-the kernel's form. Like hand-written kernels, generated kernels run on GPUs, and on a CPU in Triton's interpreter. The
-reference of each is its group, run one operator after another (`Group.run`).
+The operator computes one group, with fixed shapes, strides and dtypes. An operand with other strides is first copied to
+the strides that the kernel expects. Generated kernels run on GPUs, and on a CPU in Triton's interpreter. Tests compare
+a kernel with its group, run one operator after another (`Group.run`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A generated kernel.
+    """A kernel that was generated for a group, and the operator that runs it.
 
     Args:
-        group: the operators that it computes.
-        operator: the operator that runs it.
-        function: the `@triton.jit` function.
-        layout: its launch configuration.
-        path: the file with its source.
+        group: the operators that the kernel computes.
+        operator: the operator of torch that runs the kernel.
+        function: the kernel, a `@triton.jit` function.
+        layout: the launch configuration of the kernel.
+        path: the file with the kernel's source.
     """
 
     group: Group
@@ -64,7 +64,7 @@ class GeneratedKernel:
         return self.operator._schema.name
 
     def specimen(self) -> Specimen:
-        """The kernel's single specialisation, to compile it ahead of time."""
+        """Return the argument types and block sizes of the kernel, so that it can be compiled ahead of time."""
         group = self.group
         kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in range(len(group.operands))]
         kinds += [f"*{_POINTEES[_stored(group, self.layout, index)]}" for index in group.results]
@@ -76,7 +76,13 @@ class GeneratedKernel:
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A group with names for its values, and the kernel's purpose, in one or more lines."""
+    """A group with the texts that make its source readable.
+
+    Args:
+        group: the operators that a kernel computes.
+        names: a name for each value of the group, in the order of the values' numbers.
+        purpose: the first lines of the kernel's docstring.
+    """
 
     group: Group
     names: tuple[str, ...]
@@ -92,16 +98,18 @@ _OPERATORS: dict[Group, OpOverload] = {}
 
 
 def generated_kernel(operator: Any) -> GeneratedKernel | None:
-    """The generated kernel of an operator; None for any other operator."""
+    """Return the generated kernel that `operator` runs, or None if `operator` runs none."""
     return _KERNELS.get(operator)
 
 
 def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, GeneratedKernel]:
-    """The kernels of a program's groups. Writes their file, and defines kernels that are new.
+    """Return a dict from each group to its kernel.
+
+    All sources are written to one file. A group without a kernel in this process gets a new operator.
 
     Args:
-        groups: the groups, without repetitions.
-        title: the first line of the file.
+        groups: the groups of one program, without repetitions.
+        title: the first line of the file's docstring.
 
     Raises:
         KernelError: the file cannot be written, or its folder cannot be made private to this user.
@@ -121,7 +129,7 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
 
 
 def _file_text(title: str, functions: Sequence[str]) -> str:
-    """The text of a file of kernels, with the imports that they need."""
+    """Return the text of a Python file with these kernels, and with the imports that they need."""
     body = "\n\n\n".join(functions)
     used = {module: [name for name in names if re.search(rf"\b{name}\(", body)] for module, names in _IMPORTS.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in used.items() if names]
@@ -163,30 +171,30 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
 
 
 def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """The dtype in which a kernel stores a result."""
+    """Return the dtype in which a kernel stores result number `index`: float32 for parts of a split sum."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Memory for a kernel's result: in the result's form, or for the parts of a split sum."""
+    """Return an empty tensor for result number `index`: float32 [chunks, rows] for a split sum, else the result."""
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """The sum of the parts [chunks, rows], in order, in the form of the result."""
+    """Add `parts` [chunks, rows] over the chunks in order, and return the sum with the result's shape and dtype."""
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """The device of a kernel: a scalar operand may be on the host, as for PyTorch's own operators."""
+    """Return the device of the first operand that is no scalar, because a scalar may be on the host."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 
 def _fit(operand: Tensor, form: ValueShape, device: torch.device) -> Tensor:
-    """The operand in the form for which a kernel was written."""
+    """Return `operand`, or a copy of it with the device and strides for which the kernel was written."""
     if operand.device == device and form.describes(operand):
         return operand
     fitted = form.empty(device)

@@ -1,8 +1,8 @@
-"""The files of generated sources: one per program, in a folder that users can open.
+"""Writes the generated source of each program to a file that users can open, and loads the source.
 
-The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). A file is named by a digest of
-its text, and written again if somebody has edited it. Only the generated text itself is executed, never a file, and no
-bytecode beside it is read. The folder is private to the user, and can be removed safely.
+The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). A file's name has a digest of
+its text, and an edited file is written again. Python executes the generated text in memory, and never reads the file or
+bytecode beside it. Other users cannot write to the folder. It can be removed safely.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _PACKAGE = "autoshard_generated"
 
 
 def cache_folder() -> Path:
-    """The folder of autoshard in the user's cache."""
+    """Return the path of autoshard's folder in the user's cache. The folder may not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
 
 
 def source_folder() -> Path:
-    """The folder of generated sources."""
+    """Return the path of the folder of generated sources. The folder may not exist yet."""
     return cache_folder() / "kernels"
 
 
 def write_file(text: str) -> Path:
-    """Write a program's source and return its path; several processes may do so at once.
+    """Write a program's generated source to its file and return the path. Several processes may do so at once.
 
     Raises:
         KernelError: the folder cannot be written, or cannot be made private to this user.
@@ -54,7 +54,10 @@ def write_file(text: str) -> Path:
 
 
 def load_text(text: str, path: Path) -> ModuleType:
-    """A program's source as a module; people, debuggers and Triton find its lines at `path`."""
+    """Execute a program's generated source and return it as a module.
+
+    Debuggers, tracebacks and Triton see `path` as the file of its lines.
+    """
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     module = ModuleType(f"{_PACKAGE}.{path.stem}")
     module.__file__ = str(path)

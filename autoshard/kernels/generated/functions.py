@@ -8,19 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def larger(x, y):
-    """max(x, y)."""
+    """Return max(x, y) elementwise."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smaller(x, y):
-    """min(x, y)."""
+    """Return min(x, y) elementwise."""
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest(x):
-    """The largest element of each row of x [rows, columns], as [rows, 1]."""
+    """Return the largest element of each row of x [rows, columns], as [rows, 1]."""
     is_nan = x != x
     found = tl.max(tl.where(is_nan, -float("inf"), x), axis=1, keep_dims=True)
     return tl.where(tl.max(is_nan.to(tl.int32), axis=1, keep_dims=True) == 1, float("nan"), found)
@@ -28,7 +28,7 @@ def largest(x):
 
 @triton.jit
 def smallest(x):
-    """The smallest element of each row of x [rows, columns], as [rows, 1]."""
+    """Return the smallest element of each row of x [rows, columns], as [rows, 1]."""
     is_nan = x != x
     found = tl.min(tl.where(is_nan, float("inf"), x), axis=1, keep_dims=True)
     return tl.where(tl.max(is_nan.to(tl.int32), axis=1, keep_dims=True) == 1, float("nan"), found)
@@ -36,10 +36,11 @@ def smallest(x):
 
 @triton.jit
 def tanh(x):
-    """tanh x = sign(x) (1 - t) / (1 + t) with t = exp(-2 |x|); below 5/8, where 1 - t cancels, x + x^3 p(x^2).
+    """Return tanh x, with an error of at most 2 units in the last place.
 
-    p: Moshier (1989), "Methods and Programs for Mathematical Functions", `tanhf` of Cephes. The error is at most 2
-    units in the last place. If x^2 is 0, the result is x, because the sum would lose the sign of -0.0.
+    From |x| = 5/8 on, tanh x = sign(x) (1 - t) / (1 + t) with t = exp(-2 |x|). Below 5/8 the difference 1 - t would
+    cancel, so there tanh x = x + x^3 p(x^2). The polynomial p is that of `tanhf` in Cephes: Moshier (1989), "Methods
+    and Programs for Mathematical Functions". If x^2 is 0, the result is x, because the sum would lose the sign of -0.0.
     """
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)

@@ -1,7 +1,8 @@
-"""Groups: straight-line programs of operators that one generated kernel computes.
+"""Groups of operators that one generated kernel computes.
 
-A group has operators, literals, shapes, strides and dtypes, but no names, so equal groups share a kernel. Values are
-numbered: operands first, then one for each step.
+A group is a list of calls without branches or loops. It has operators, numbers, shapes, strides and dtypes, but no
+names, so that equal groups of different programs share a kernel. A group's values are numbered from 0. The operands
+come first, then the result of each step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch._ops import OpOverload
 _QUIET = frozenset(
     {"view", "unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "full"}
 )
-"""Operators that a kernel's name leaves out."""
+"""Operators that a kernel's name does not mention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,16 @@ class ValueShape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> ValueShape:
-        """The form of a tensor, real or fake."""
+        """Return the shape, strides and dtype of a tensor. It may be a fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this form; the stride of a dim of size 1 is ignored."""
+        """Whether a tensor has this shape and these strides. The stride of a dim of size 1 does not matter."""
         pairs = zip(self.shape, self.stride, tensor.stride(), strict=False)
         return tuple(tensor.shape) == self.shape and all(size == 1 or own == other for size, own, other in pairs)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """An uninitialised tensor of this form."""
+        """Return an uninitialised tensor with this shape, these strides and this dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -50,14 +51,21 @@ class ValueShape:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An argument that refers to value number `index` of the group."""
+    """Stands for value number `index` of the group among the arguments of a step."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call: `target(*args, **kwargs)` computes `value`; `Ref`s stand for tensors among the arguments."""
+    """One call of a group.
+
+    Args:
+        target: the operator.
+        args: the positional arguments, with a `Ref` in place of each tensor.
+        kwargs: names and values of the keyword arguments, also with `Ref`s.
+        value: shape, strides and dtype of the result.
+    """
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -75,18 +83,18 @@ class GroupStep:
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
-        """Call `target`, or the operator itself, with `value_of(index)` for each operand."""
+        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`."""
         args = map_refs(self.args, value_of)
         return (target or self.target)(*args, **{name: map_refs(item, value_of) for name, item in self.kwargs})
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The operators of a generated kernel.
+    """The operators of a generated kernel. Two groups are equal if their `text` is equal.
 
     Args:
-        operands: the forms of the operands.
-        steps: the calls; each reads operands and results of earlier steps.
+        operands: shape, strides and dtype of each operand.
+        steps: the calls. Each call reads operands and results of earlier steps.
         results: the numbers of the values that the kernel returns.
     """
 
@@ -102,15 +110,18 @@ class Group:
 
     @property
     def values(self) -> tuple[ValueShape, ...]:
-        """The form of every value, by number."""
+        """Shape, strides and dtype of every value, in the order of the values' numbers."""
         return (*self.operands, *(step.value for step in self.steps))
 
     def step_of(self, index: int) -> GroupStep:
-        """The step whose value has number `index`."""
+        """Return the step that computes value number `index`."""
         return self.steps[index - len(self.operands)]
 
     def run(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """The results, computed by one operator after another: the kernel's reference."""
+        """Compute the group with torch's operators, one after another, and return the results.
+
+        Tests compare the kernel with these results.
+        """
         values = list(operands)
         for step in self.steps:
             values.append(step.call(values.__getitem__))
@@ -118,7 +129,7 @@ class Group:
 
     @cached_property
     def text(self) -> str:
-        """A text that tells groups apart (even 0.0 from -0.0), in every process."""
+        """A text that is equal for equal groups only, the same in every process. It tells 0.0 from -0.0."""
         lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
         lines += [
             f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps
@@ -127,14 +138,14 @@ class Group:
 
     @cached_property
     def name(self) -> str:
-        """The kernel's name: its operators, and a digest of its text."""
+        """The kernel's name, such as "triton_mul_add_1a2b3c4d5e6f": up to four operators and a digest of `text`."""
         names = dict.fromkeys(step.name for step in self.steps if step.name not in _QUIET)
         shown = "_".join(list(names)[:4])
         return f"triton_{shown}_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
 
 
 def map_refs(item: Any, value_of: Callable[[int], Any]) -> Any:
-    """Replace each `Ref` in an argument by `value_of(index)`."""
+    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also within tuples and lists."""
     if isinstance(item, Ref):
         return value_of(item.index)
     if isinstance(item, (tuple, list)):

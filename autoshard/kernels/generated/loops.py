@@ -1,11 +1,12 @@
-"""The loops of a group: the axes along which its values vary, found from shapes alone.
+"""Finds the loops that a kernel needs to compute a group, from the shapes of the group's values.
 
-Every dim of every value is a product of *axes*, major to minor, as dims in a sharding rule are products of factors.
-1. Each dim of each value starts as one axis; dims of size 1 have none.
-2. A step says which lists of axes are equal. Pointwise: the dims of operands and result, except broadcast dims.
-   Reductions: the dims that they keep. `view`: all dims, in order. Equal lists are compared from the left, and an axis
-   that meets a smaller one is split.
-3. Axes that reductions sum over become the columns of the kernel's tile; the other axes are its rows.
+A loop runs over an *axis*. Every dim of every value is a product of axes, major to minor, as in `(batch heads) -> batch
+heads`. Axes are found in three steps:
+1. Each dim of each value starts as one axis. Dims of size 1 have no axis.
+2. Each call makes axes of its operands equal to axes of its result. A pointwise call equates all dims that are not
+   broadcast. A reduction equates the dims that it keeps. A `view` equates the list of all axes before and after.
+   Lists are compared from the left, and an axis that meets a smaller axis is split into two.
+3. Axes that reductions sum over become the columns of the kernel's tile. The other axes become its rows.
 
 A group has loops under four conditions. No value has an axis twice. All reductions sum over the same axes. One value
 has all axes. All results vary along all rows. Then each program computes whole rows, and each element of a result is
@@ -26,11 +27,11 @@ from autoshard.kernels.generated.operators import POINTWISE, IndexKind, kind_of,
 
 _aten = torch.ops.aten
 Dims = tuple[tuple[int, ...], ...]
-"""The axes of each dim of a value, major to minor."""
+"""For each dim of a value, the numbers of its axes, major to minor."""
 
 
 class NoLoopsError(Exception):
-    """Operators cannot be computed by one kernel; the message is the reason."""
+    """One kernel cannot compute the operators of a group. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class Loops:
     """The loops of a group.
 
     Args:
-        rows, columns: the sizes of the axes of rows and columns, major to minor; reductions sum over columns.
-        strides: the strides of each operand and result, by its number, in elements, one per axis, rows first. The
-            stride is 0 along an axis that a value does not vary along.
-        spans: for each value, whether it varies along rows, and along columns.
+        rows, columns: the sizes of the row axes and of the column axes, major to minor. Reductions sum over columns.
+        strides: from the number of an operand or result to its stride along each axis, in elements. Row axes come
+            first. The stride is 0 if the value does not vary along the axis.
+        spans: for each value, whether it varies along rows, and whether it varies along columns.
     """
 
     rows: tuple[int, ...]
@@ -51,17 +52,17 @@ class Loops:
 
     @property
     def row_count(self) -> int:
-        """The number of rows of the tile of all elements."""
+        """The product of the sizes of all row axes."""
         return math.prod(self.rows)
 
     @property
     def column_count(self) -> int:
-        """The number of its columns."""
+        """The product of the sizes of all column axes: the elements of a row."""
         return math.prod(self.columns)
 
 
 def find_loops(group: Group) -> Loops:
-    """The loops of a group.
+    """Return the loops of a group, with neighbouring axes merged where all tensors allow it.
 
     Raises:
         NoLoopsError: the group has no loops.
@@ -96,7 +97,12 @@ def find_loops(group: Group) -> Loops:
 
 @dataclass(slots=True)
 class _Axes:
-    """Axes by number. `parts` maps an axis to the axes that it was split into, or found equal to."""
+    """The axes of a group, numbered from 0.
+
+    Args:
+        sizes: the size of each axis.
+        parts: from an axis to the axes that replace it: the axes that it was split into, or its equal axis.
+    """
 
     sizes: list[int] = field(default_factory=list)
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -109,14 +115,18 @@ class _Axes:
         return len(self.sizes) - 1
 
     def resolve(self, items: Iterable[int]) -> tuple[int, ...]:
-        """The present axes that replace these axes."""
+        """Return the axes that replace `items` after all splits so far, major to minor."""
         found: list[int] = []
         for axis in items:
             found += self.resolve(self.parts[axis]) if axis in self.parts else (axis,)
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of axes equal."""
+        """Make two lists of axes equal. An axis is split if it meets a smaller axis.
+
+        Raises:
+            NoLoopsError: sizes do not divide each other, or the lists have different numbers of elements.
+        """
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:
             first, second = self._next(firsts), self._next(seconds)
@@ -145,7 +155,7 @@ class _Axes:
 
 
 def _apply(axes: _Axes, group: Group, dims: Sequence[Dims], step: GroupStep) -> Dims:
-    """The dims of a step's value, equated with the dims of its operands as the operator requires."""
+    """Make new axes for the result of `step`, equate them with its operands' axes, and return the result's dims."""
     shape = step.value.shape
     made = axes.fresh(shape)
     match kind_of(step.target):
@@ -179,14 +189,25 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Equate dims aligned at the right; a dim of size 1 is broadcast."""
+    """Equate each dim of an operand with the dim of the result above it, counted from the last dim.
+
+    An operand's dim of size 1 is broadcast, and equated with nothing.
+    """
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
             axes.equate(before, after)
 
 
 def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -> frozenset[int]:
-    """The axes that all reductions sum over."""
+    """Return the axes that all reductions sum over.
+
+    Args:
+        axes: the axes of the group.
+        summed: for each reduction, the number and dims of its operand, and the indices of the reduced dims.
+
+    Raises:
+        NoLoopsError: two reductions sum over different axes.
+    """
     found = {frozenset(axis for place in places for axis in axes.resolve(dims[place])) for _, dims, places in summed}
     found.discard(frozenset())
     if len(found) > 1:
@@ -195,7 +216,11 @@ def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -
 
 
 def _order(group: Group, flat: Sequence[Sequence[int]], reduced: frozenset[int]) -> list[int]:
-    """All axes, in the order of a value that has them all; results are preferred."""
+    """Return all axes in the order in which some value has them all. Results are tried first.
+
+    Raises:
+        NoLoopsError: no value has all axes.
+    """
     every = {axis for items in flat for axis in items}
     steps = range(len(group.operands), len(flat))
     for index in (*group.results, *steps, *range(len(group.operands))):
@@ -218,7 +243,14 @@ def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -
 
 
 def _strides(axes: _Axes, dims: Dims, stride: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The stride of each axis of `order` in a tensor."""
+    """Return the stride of a tensor along each axis of `order`, in elements, or 0 if the tensor lacks the axis.
+
+    Args:
+        axes: the axes of the group.
+        dims: the axes of each dim of the tensor.
+        stride: the stride of each dim.
+        order: the axes to return strides for.
+    """
     found: dict[int, int] = {}
     for dim, step in zip(dims, stride, strict=True):
         for axis in reversed(dim):
@@ -233,7 +265,7 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """The loops, with neighbouring axes merged if all tensors are contiguous there."""
+    """Return the loops with neighbouring axes merged into one where every tensor is contiguous over both."""
     sizes = [*rows, *columns]
     starts = [
         place

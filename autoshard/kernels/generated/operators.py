@@ -1,8 +1,8 @@
-"""The operators of generated kernels: one table of the Triton expression of each.
+"""Tables of the ATen operators that generated kernels compute, with the Triton expression of each operator.
 
-Inside a kernel, numbers of any floating dtype are float32; integers and booleans keep their dtype. A value is rounded
-to 16 bits where it is converted to such a dtype, and where it is stored. Operators that draw random numbers or write
-their operands are not in the table. An operator that is not in the table stays a call.
+Inside a kernel, numbers of any floating dtype are float32. Integers and booleans keep their dtype. A value is rounded
+to a 16-bit dtype where the program converts it, and where the kernel stores it. Operators that draw random numbers or
+write their operands are not in the tables. An operator outside the tables is not fused.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LANES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bool: "tl.int1",
     }
 )
-"""The type of a value of each dtype inside a kernel; other dtypes are not supported."""
+"""From a dtype to the Triton type of its values inside a kernel, its *lane*. Other dtypes are not supported."""
 
 _STORED = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 
 
 class IndexKind(Enum):
-    """The effect of an operator on indices."""
+    """The relation between the indices of an operator's operands and the indices of its result."""
 
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
@@ -50,10 +50,10 @@ class Pointwise:
     """An operator that computes each element from the operands' elements at the same index.
 
     Args:
-        write: maps arguments by name (tensors and numbers as Triton expressions) to an expression, or to None if there
-            is none.
-        compares: whether it computes in its operands' common dtype, not in its result's.
-        is_costly: whether it should not be computed twice.
+        write: takes the operator's arguments by name, with tensors and numbers as Triton expressions. Returns the
+            expression of the result, or None if these arguments have none.
+        compares: whether the operator computes in the common dtype of its operands, not in the dtype of its result.
+        is_costly: whether a kernel should compute the operator only once for each element.
     """
 
     write: Callable[..., str | None]
@@ -74,7 +74,10 @@ def _pointwise(*targets: OpOverload, compares: bool = False, is_costly: bool = F
 
 
 def _call_table(table: Mapping[OpOverload, str], **options: bool) -> None:
-    """Add operators of one or two tensors, or a tensor and a number, with templates of {x} and {y}."""
+    """Add operators to `POINTWISE`, each with a template of its Triton expression.
+
+    In a template, {x} is the first operand, a tensor. {y} is the second operand, a tensor or a number.
+    """
     for target, template in table.items():
 
         def write(self: str, other: str = "", template: str = template, **_: object) -> str:
@@ -235,7 +238,7 @@ _BOOLEAN = _LOGICAL | {
     *(_aten.logical_not.default, _aten.bitwise_not.default, _aten.where.self, _aten.masked_fill.Scalar),
     *(_aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor, _aten.bitwise_xor.Tensor),
 }
-"""Operators whose result may be boolean, besides comparisons and copies."""
+"""Operators that a kernel may compute with a boolean result. Comparisons and copies may be boolean too."""
 
 # Reductions map the tile's values, filled with the identity where the tile has no element, to one value per row.
 REDUCTIONS: Mapping[OpOverload, tuple[str, str]] = MappingProxyType(
@@ -248,7 +251,7 @@ REDUCTIONS: Mapping[OpOverload, tuple[str, str]] = MappingProxyType(
         _aten.amin.default: ('float("inf")', "smallest({x})"),
     }
 )
-"""The identity and the expression of each reduction."""
+"""From a reduction to its identity element and the template of its Triton expression, with {x} and {count}."""
 
 VIEWS = frozenset(
     {
@@ -265,14 +268,14 @@ VIEWS = frozenset(
         _aten.t.default,
     }
 )
-"""Views that only change the indices of the same elements."""
+"""Operators that a kernel computes by other indices into the same elements."""
 
 CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default, _aten.zeros.default, _aten.ones.default})
 """Operators that make a tensor filled with one number."""
 
 
 def kind_of(target: Any) -> IndexKind | None:
-    """The kind of an operator in generated kernels; None if they cannot compute it."""
+    """Return the kind of an operator, or None if generated kernels cannot compute it."""
     for kind, table in (
         (IndexKind.POINTWISE, POINTWISE),
         (IndexKind.REDUCTION, REDUCTIONS),
@@ -285,7 +288,7 @@ def kind_of(target: Any) -> IndexKind | None:
 
 
 def bound_arguments(step: GroupStep) -> dict[str, Any]:
-    """All arguments by name, including defaults."""
+    """Return a dict from the name of each argument of a step's operator to its value, including defaults."""
     parameters = step.target._schema.arguments
     bound = {parameter.name: parameter.default_value for parameter in parameters}
     bound.update(zip((parameter.name for parameter in parameters), step.args, strict=False))
@@ -293,7 +296,7 @@ def bound_arguments(step: GroupStep) -> dict[str, Any]:
 
 
 def reduced_dims(step: GroupStep, operand: ValueShape) -> tuple[int, ...]:
-    """The dims that a reduction sums over, ascending."""
+    """Return the dims of `operand` that the reduction `step` reduces, ascending."""
     dims = bound_arguments(step).get("dim")
     every = range(len(operand.shape))
     if dims is None or list(dims) == []:
@@ -302,7 +305,7 @@ def reduced_dims(step: GroupStep, operand: ValueShape) -> tuple[int, ...]:
 
 
 def number_of(step: GroupStep) -> float | int | bool:
-    """The number that fills a constant."""
+    """Return the number that fills the tensor of `step`, a call of an operator in `CONSTANTS`."""
     if step.target is _aten.zeros.default:
         return 0
     if step.target is _aten.ones.default:
@@ -312,7 +315,7 @@ def number_of(step: GroupStep) -> float | int | bool:
 
 
 def write_number(number: float | int | bool, lane: str) -> str:
-    """A number as Triton text in a lane of a type."""
+    """Return the Triton source text of a number of Triton type `lane`, such as "tl.float32"."""
     if lane == "tl.float32":
         number = float(number)
         if number == 0 and math.copysign(1.0, number) < 0:
@@ -324,22 +327,22 @@ def write_number(number: float | int | bool, lane: str) -> str:
 
 
 def convert(text: str, before: str, after: str) -> str:
-    """The expression of a value converted to a lane of another type."""
+    """Return the Triton expression that converts the expression `text` from Triton type `before` to type `after`."""
     if before == after:
         return text
     return f"({text} != 0)" if after == "tl.int1" else f"{text}.to({after})"
 
 
 def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapping[int, str]) -> str | None:
-    """The expression of a pointwise step.
+    """Return the Triton expression of a pointwise step.
 
     Args:
         step: the call.
-        values: the forms of the group's values.
-        texts: the expression of each operand, a name.
+        values: shape, strides and dtype of each value of the group.
+        texts: from the number of an operand to its expression, a variable's name.
 
     Returns:
-        The expression, in the lane of the step's own dtype; None if there is none for these arguments.
+        The expression, with the Triton type of the step's own dtype. None if these arguments have no expression.
     """
     entry = POINTWISE[step.target]
     if not _has_plain_arguments(step, values):
@@ -367,7 +370,7 @@ def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapp
 
 
 def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> bool:
-    """Whether the table's entry holds for a call: supported dtypes, and no unusual option."""
+    """Whether the expression in `POINTWISE` is right for the dtypes of a call's operands and result."""
     kinds = [values[index].dtype for index in step.operands] + [step.value.dtype]
     if not step.operands or any(dtype not in LANES for dtype in kinds):
         return False
@@ -383,7 +386,11 @@ def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> boo
 
 
 def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwise) -> torch.dtype:
-    """The dtype of a call's computation: for comparisons, ATen's promotion of the operands; else the result's dtype."""
+    """Return the dtype in which a kernel computes a call.
+
+    For comparisons it is the dtype that ATen promotes the operands to. For logical operators it is bool. Otherwise it
+    is the result's dtype.
+    """
     if step.target in _LOGICAL or step.target is _aten.logical_not.default:
         return torch.bool
     if step.target in _COPIES:
@@ -399,7 +406,14 @@ def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwi
 
 
 def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) -> str | None:
-    """The expression of a reduction over the tile's columns; None if there is none."""
+    """Return the Triton expression of a reduction over the columns of a tile, or None if the dtypes have none.
+
+    Args:
+        step: the reduction.
+        operand: shape, strides and dtype of its operand.
+        text: the expression of the operand.
+        mask: the expression that is true where the tile has an element. Elsewhere the identity element is used.
+    """
     source, target = operand.dtype, step.value.dtype
     if source not in LANES or target not in LANES:
         return None
@@ -415,5 +429,5 @@ def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) 
 
 
 def write_identity(identity: str, lane: str) -> str:
-    """The identity of a reduction in a lane of a type."""
+    """Return the Triton source text of an identity element as a number of Triton type `lane`."""
     return identity if lane != "tl.float32" or "float" in identity else "0.0"

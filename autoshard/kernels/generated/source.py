@@ -1,10 +1,13 @@
-"""The Triton source of a group.
+"""Writes the Triton source of a group.
 
-A group without sums is computed as one long row of elements, split into blocks. A group with sums is computed as tiles
-of whole rows, which stay in registers between the sum and its readers. Sums over long leading dims (the gradient of a
-bias) that no step of the group reads are *split*. Each program walks a chunk of the summed elements, tile by tile, and
-stores its part of the sum in float32. The parts are summed after the kernel, in a fixed order. Sizes and strides are
-those of the program, as literals. Each step is one line, followed by its call as a comment.
+The kernel of a group without reductions walks all elements in one flat index, cut into blocks. The kernel of a group
+with reductions works on tiles of whole rows, which stay in registers between a sum and its readers.
+
+Some sums run over long leading dims, such as the gradient of a bias. If no step of the group reads them, they are
+*split*. Each program walks a chunk of the summed elements, tile by tile, and stores its part of the sum in float32. The
+parts are added after the kernel, in a fixed order.
+
+Sizes and strides are numbers in the source. Each step is one line, with its ATen call in a comment.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ class ElementLayout:
 
     Args:
         blocks: the values of the kernel's `constexpr` arguments.
-        programs: the number of programs, for each chunk.
+        programs: the number of Triton programs that work on each chunk.
         num_warps: the warps of each program.
-        chunks: the number of chunks of the summed elements, if sums are split.
-        rows: the elements of each split sum.
-        split: the numbers of the split sums; the kernel stores [chunks, rows] of each, in float32.
+        chunks: the number of chunks that the summed elements are cut into, 1 if no sum is split.
+        rows: the number of elements of each split sum's result.
+        split: the values' numbers of the split sums. The kernel stores float32 [chunks, rows] for each of them.
     """
 
     blocks: Mapping[str, int]
@@ -70,11 +73,14 @@ class ElementLayout:
 
     @property
     def tunable(self) -> tuple[str, ...]:
-        """The blocks that tuning may change: none if a sum is split, because its parts are added in order."""
+        """Names of the block sizes that tuning may change.
+
+        There are none if a sum is split, because other block sizes would add in another order.
+        """
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
     def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
-        """The number of programs, and of chunks, with other block sizes."""
+        """Return the launch grid (programs, chunks) for the block sizes `blocks`, which tuning may have changed."""
         elements = self.programs * math.prod(self.blocks[name] for name in self.tunable)
         return math.ceil(elements / math.prod(blocks[name] for name in self.tunable)), self.chunks
 
@@ -84,8 +90,8 @@ class Source:
     """A group's kernel as text.
 
     Args:
-        text: the function, with its decorator.
-        layout: how to launch it.
+        text: the source of the function, with its decorator.
+        layout: the function's launch configuration.
     """
 
     text: str
@@ -93,11 +99,11 @@ class Source:
 
 
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """Choose the launch configuration for loops.
+    """Return the launch configuration of a group's kernel.
 
     Args:
         loops: the loops of the group.
-        sums: the numbers of its reductions, if these may be split.
+        sums: the values' numbers of the group's reductions if they may be split, else empty.
 
     Raises:
         NoLoopsError: rows are too long for registers.
@@ -121,7 +127,7 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
 
 
 def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Tiles of many rows and few columns, and enough chunks to keep any device busy."""
+    """Return the launch configuration of split sums: tiles of many rows, and enough chunks to keep a device busy."""
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
@@ -131,7 +137,10 @@ def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """The numbers of the group's reductions if all are sums of floats, stored row by row and read by no step."""
+    """Return the values' numbers of the group's reductions if all may be split, else an empty tuple.
+
+    A reduction may be split if it is a sum of floats, it is a result stored row by row, and no step reads it.
+    """
     read = {index for step in group.steps for index in step.operands}
     found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
     rows = [math.prod(loops.rows[at + 1 :]) for at in range(len(loops.rows))]
@@ -147,7 +156,7 @@ def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
 
 
 def _reduces(group: Group, index: int) -> bool:
-    """Whether a value is the result of a reduction over more than one element."""
+    """Whether value number `index` is the result of a reduction over more than one element."""
     step = group.step_of(index)
     if kind_of(step.target) is not IndexKind.REDUCTION:
         return False
@@ -156,18 +165,18 @@ def _reduces(group: Group, index: int) -> bool:
 
 
 def _lies_by_columns(loops: Loops) -> bool:
-    """Whether operands and results are adjacent in memory along rows rather than columns."""
+    """Whether some operand or result has stride 1 along the last row axis, and a larger stride along columns."""
     count = len(loops.rows)
     return any(own[count - 1] == 1 and own[-1] > 1 for own in loops.strides.values()) if count else False
 
 
 def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
-    """The source of a group's kernel.
+    """Return the source of a group's kernel and its launch configuration.
 
     Args:
         group: the operators to compute.
         names: a name for every value, used for variables and pointers.
-        purpose: the docstring's first line.
+        purpose: the first lines of the kernel's docstring.
 
     Raises:
         NoLoopsError: no kernel can compute the group; the message is the reason.
@@ -176,7 +185,7 @@ def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
 
 
 def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
-    """Make names distinct, and different from the kernel's own words."""
+    """Return the names, with "_" added to a name that is repeated or reserved in a kernel."""
     found: dict[str, None] = {}
     for name in names:
         while name in found or name in _RESERVED:
@@ -257,7 +266,7 @@ class _KernelSource:
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
-        """The name of a value; an operand is loaded when it is first read."""
+        """Return the expression of value number `index`. For an operand, first write the line that loads it, once."""
         if index not in self.texts:
             name, lane = self.names[index], LANES[self.group.values[index].dtype]
             place, mask = self._place(index)
@@ -275,7 +284,10 @@ class _KernelSource:
     # Indices.
 
     def _place(self, index: int) -> tuple[str, str]:
-        """The offset to add to a value's pointer, and the mask; both are empty for a single element."""
+        """Return the texts of the offset and the mask with which value number `index` is loaded or stored.
+
+        The offset starts with " + ". Both texts are empty for a single element.
+        """
         strides = self.loops.strides[index]
         count = len(self.loops.rows)
         by_row = self._offset(self._flat, self.loops.rows, strides[:count], 0)
@@ -294,7 +306,14 @@ class _KernelSource:
         return "row" if self.loops.columns else "index"
 
     def _offset(self, flat: str, sizes: Sequence[int], strides: Sequence[int], first: int) -> str:
-        """The sum of index times stride over the axes of one flat index."""
+        """Return the text of a tensor's offset along the rows or along the columns, empty if all strides are 0.
+
+        Args:
+            flat: the variable of the flat index: "row", "column" or "index".
+            sizes: the sizes of the axes of the flat index.
+            strides: the strides of the tensor along these axes.
+            first: the number of the first of these axes, for the variables `i0`, `i1`, ...
+        """
         if not any(strides):
             return ""
         if all(strides[at] == strides[at + 1] * sizes[at + 1] for at in range(len(sizes) - 1)):
@@ -307,7 +326,7 @@ class _KernelSource:
         return " + ".join(terms)
 
     def _split_body(self) -> Iterator[str]:
-        """The code that computes the sums' parts over the tiles of a chunk."""
+        """Yield the lines of a kernel with split sums: a loop over the tiles of a chunk, then stores of the sums."""
         for index in self.layout.split:
             yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
         yield "for step in range(STEPS):"
@@ -344,7 +363,7 @@ class _KernelSource:
                     yield f"i{first + at} = {_digit(flat, sizes, at)}"
 
     def _is_large(self) -> bool:
-        """Whether an offset needs 64 bits."""
+        """Whether some offset into a tensor does not fit into 32 bits."""
         loops = self.loops
         sizes = (*loops.rows, *loops.columns)
         ends = [
@@ -367,7 +386,7 @@ class _KernelSource:
     # Registers.
 
     def _check_registers(self) -> None:
-        """Refuse a group whose tiles that are alive at once do not fit into registers."""
+        """Raise `NoLoopsError` if the tiles that a program needs at one time do not fit into registers."""
         tile = [size for name, size in self.layout.blocks.items() if name != "STEPS"]
         elements = math.prod(tile) / (32 * self.layout.num_warps)
         alive = _most_alive(self.group, self.loops) + len(self.layout.split)
@@ -376,7 +395,10 @@ class _KernelSource:
 
 
 def _most_alive(group: Group, loops: Loops) -> int:
-    """The number of tiles alive at once, if each is loaded or computed right before its first use."""
+    """Return the largest number of tiles that a program holds at one time.
+
+    Each tile is loaded or computed right before its first use, and freed after its last use.
+    """
     first = len(group.operands)
     last: dict[int, int] = {index: len(group.steps) for index in group.results}
     for at, step in enumerate(group.steps):
@@ -396,7 +418,7 @@ def _most_alive(group: Group, loops: Loops) -> int:
 
 
 def _digit(flat: str, sizes: Sequence[int], at: int) -> str:
-    """The index along one axis, computed from a flat index over several axes."""
+    """Return the text of the index along axis number `at`, computed from the flat index over all axes of `sizes`."""
     below = math.prod(sizes[at + 1 :])
     divided = flat if below == 1 else f"{flat} // {below}"
     return divided if at == 0 else f"{divided} % {sizes[at]}"
