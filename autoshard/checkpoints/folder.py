@@ -79,7 +79,10 @@ def _settle(folder: Path, replaced: Path, name: Path) -> None:
 
 
 def commit(written: Path, step: int) -> Path:
-    """Make a checkpoint complete whose files are all on the disk. An older checkpoint of the same step is deleted."""
+    """Make a checkpoint complete: rename its folder `written` to `step-N`, and return the new path.
+
+    All files of the checkpoint are on the disk. An older checkpoint of the same step is deleted.
+    """
     folder = written.parent
     name, replaced = folder / f"step-{step}", folder / f".step-{step}.replaced"
     sync(written)
@@ -115,7 +118,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete a checkpoint. The first rename makes it incomplete for every reader."""
+    """Delete the checkpoint at `path`, named `name`. The rename before the removal hides it from every reader."""
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)
@@ -128,7 +131,7 @@ def discard(written: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Flush the list of names in a folder to the disk, so that a rename survives a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -50,7 +50,7 @@ class StepCount:
 
 
 def packed(value: Any) -> bytes:
-    """The JSON text of a value. Later changes of the value do not change the text.
+    """Return a value as JSON text.
 
     Raises:
         CheckpointError: the value contains an object that only pickle can write, or contains itself.
@@ -69,7 +69,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The inverse of `packed`.
+    """Return the value from the text that `packed` returned.
 
     Raises:
         ValueError: `packed` did not write `data`.
@@ -94,7 +94,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 _EXACT = 2**53
-"""Integers of at least this size are written as text."""
+"""Integers of at least this absolute value are written as hexadecimal text."""
 
 
 def _encoded(value: Any) -> Any:
@@ -120,7 +120,11 @@ def _encoded(value: Any) -> Any:
 
 
 def _saved(value: Any) -> bytes:
-    """A value as `torch.save` writes it, checked to be readable with `weights_only=True`."""
+    """Return a value as `torch.save` writes it, after checking that `weights_only=True` can read it.
+
+    Raises:
+        CheckpointError: `weights_only=True` cannot read it.
+    """
     file = io.BytesIO()
     try:
         torch.save(value, file)

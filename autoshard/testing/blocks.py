@@ -1,5 +1,6 @@
-"""The blocks of drawn programs: each writes a few lines that map `h` [batch, length, width] to a new `h`.
+"""The blocks of drawn programs: each adds a few lines of code that map `h` [batch, length, width] to a new `h`.
 
+A block is a function of `draw` and the `SourceWriter` to which it adds its lines. Its docstring names the drawn code.
 To draw a new feature, write a function and add it to `BLOCKS`.
 """
 
@@ -19,11 +20,11 @@ _ACTIVATIONS = ("F.gelu", "F.relu", "F.silu", "torch.tanh", "torch.sigmoid")
 
 @dataclass(slots=True)
 class SourceWriter:
-    """The source of a model under construction: lines of `__init__` and `forward`, inputs, and the shape of `h`.
+    """Collects the source of a drawn model: the lines of `__init__` and `forward`, and the inputs.
 
     Args:
-        batch, length, width: the shape of `h`.
-        rows: dim 0 of the inputs: `batch` times the number of micro-batches.
+        batch, length, width: the present shape of `h`.
+        rows: the size of dim 0 of the inputs: `batch` times the number of micro-batches.
         embedding_width: width of `self.embed`, or None if there is no embedding.
     """
 
@@ -38,7 +39,7 @@ class SourceWriter:
     _count: int = 0
 
     def input(self, name: str, value: str) -> str:
-        """Add a parameter of `forward` with the expression of its example; return its name."""
+        """Add an argument of `forward`, with code for its example value; return its name."""
         self._inputs[name] = value
         return name
 
@@ -72,7 +73,7 @@ class SourceWriter:
         self._forward.append(line)
 
     def source(self, seed: int, trailer: Sequence[str] = ()) -> str:
-        """The whole program: imports, class, `model` and `inputs`, then the lines of `trailer`."""
+        """Return the source of the whole program: imports, class, `model` and `inputs`, then the lines of `trailer`."""
         return "\n".join(
             [
                 "import torch",
@@ -107,7 +108,7 @@ def linear(draw: Draw, writer: SourceWriter) -> None:
 
 
 def matmul_chain(draw: Draw, writer: SourceWriter) -> None:
-    """Products with bare parameters."""
+    """One to three matrix products of `h` with parameters that belong to no layer."""
     for _ in range(draw(st.integers(1, 3))):
         width = draw(st.sampled_from((writer.width, 8, 16)))
         writer.line(f"h = h @ {writer.weight(writer.width, width)}")
@@ -137,7 +138,7 @@ def attention(draw: Draw, writer: SourceWriter) -> None:
 
 
 def mlp(draw: Draw, writer: SourceWriter) -> None:
-    """Norm, up, activation, down, residual."""
+    """An MLP with a residual: norm, linear layer, activation, linear layer."""
     hidden = draw(st.sampled_from((2 * writer.width, 16)))
     activation = draw(st.sampled_from(_ACTIVATIONS))
     up = writer.fresh("up", f"nn.Linear({writer.width}, {hidden})")
@@ -173,7 +174,7 @@ def mix_positions(draw: Draw, writer: SourceWriter) -> None:
 
 
 def flattened(draw: Draw, writer: SourceWriter) -> None:
-    """A product of the value with batch and length merged into one dim."""
+    """A matrix product of `h` with batch and length merged into one dim."""
     length, width = writer.length, writer.width
     view = draw(st.sampled_from((f"h.reshape(-1, {width})", "h.flatten(0, 1)")))
     writer.line(f"flat = {view} @ {writer.weight(width, width)}")
@@ -188,12 +189,12 @@ def split_width(draw: Draw, writer: SourceWriter) -> None:
 
 
 def permuted(draw: Draw, writer: SourceWriter) -> None:
-    """A pointwise function of a permuted value."""
+    """An activation of `h` with permuted dims, permuted back."""
     writer.line(f"h = {draw(st.sampled_from(_ACTIVATIONS))}(h.permute(2, 0, 1)).permute(1, 2, 0)")
 
 
 def reduction(draw: Draw, writer: SourceWriter) -> None:
-    """A reduction over one dim, broadcast back."""
+    """A mean, maximum or sum of `h` over one dim, broadcast and combined with `h`."""
     dim = draw(st.sampled_from((0, 1, 2)))
     forms = (
         "h = h - h.mean(dim={dim}, keepdim=True)",
@@ -206,7 +207,7 @@ def reduction(draw: Draw, writer: SourceWriter) -> None:
 
 
 def pointwise(draw: Draw, writer: SourceWriter) -> None:
-    """An activation, or a choice by sign."""
+    """An activation, a leaky ReLU by `torch.where`, or a polynomial of `h`."""
     forms = (
         *(f"h = {name}(h)" for name in _ACTIVATIONS),
         "h = torch.where(h > 0, h, 0.1 * h)",
@@ -216,7 +217,7 @@ def pointwise(draw: Draw, writer: SourceWriter) -> None:
 
 
 def scale_and_shift(draw: Draw, writer: SourceWriter) -> None:
-    """Vectors of parameters, broadcast over batch and length."""
+    """`h * scale + shift` with parameters of shape [width]."""
     scale = writer.fresh("scale", f"nn.Parameter(torch.randn({writer.width}))")
     shift = writer.fresh("shift", f"nn.Parameter(torch.randn({writer.width}))")
     writer.line(f"h = h * {scale} + {shift}")
@@ -310,7 +311,10 @@ def residual(draw: Draw, writer: SourceWriter) -> None:
 
 
 def random_numbers(draw: Draw, writer: SourceWriter) -> None:
-    """Random noise, masks, slopes or orders; none depends on values that rounding may change."""
+    """Dropout, noise, random masks or a random permutation. No random choice depends on values that rounding changes.
+
+    This block is in `programs(draws=True)` only.
+    """
     forms = (
         "h = F.dropout(h, 0.25)",
         "h = F.alpha_dropout(h, 0.2, training=True)",
