@@ -113,7 +113,7 @@ class Contents:
         return cls(tensors, states)
 
     def to_json(self) -> bytes:
-        """The text of `metadata.json`."""
+        """Return the text of `metadata.json`, which `read` reads."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
 
     @classmethod

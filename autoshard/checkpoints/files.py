@@ -266,7 +266,7 @@ class Stored:
         return name in self.metadata.state_dict_metadata
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """The shape and dtype of a tensor in the checkpoint."""
+        """Return the whole shape and the dtype of a tensor in the checkpoint."""
         found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
         return found.size, found.properties.dtype

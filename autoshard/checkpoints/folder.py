@@ -32,7 +32,7 @@ _LEFT_OVER = re.compile(r"\.step-[0-9]+\.(writing|deleted)-[0-9a-f]+")
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints by step, in ascending order."""
+    """Return the paths of the complete checkpoints by step, in ascending order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     replaced = {int(found[1]): folder / name for name in names if (found := _REPLACED.fullmatch(name))}
     named = {int(found[1]): folder / name for name in names if (found := _COMPLETE.fullmatch(name))}
@@ -40,7 +40,7 @@ def complete(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps."""
+    """Return the path of the complete checkpoint with the most steps; None if there is none."""
     return next(reversed(complete(folder).values()), None)
 
 

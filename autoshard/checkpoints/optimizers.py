@@ -53,7 +53,10 @@ class NamedOptimizer:
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """The state to save: groups with the names of their parameters, and states by the parameters' names."""
+        """Return the state to save: the optimizer's class, its groups, and the state of each parameter by name.
+
+        Groups list their parameters by name.
+        """
         found, names = self.optimizer.state_dict(), list(self.parameters)
         state = {names[number]: dict(held) for number, held in found["state"].items()}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]

@@ -112,7 +112,7 @@ def own_name(name: str, rank: int) -> str:
 
 
 def suffix_of(name: str) -> str:
-    """The suffix that `own_name` added to a name: `@3`, or an empty string."""
+    """Return the suffix that `own_name` added to a name: `@3`, or an empty string."""
     _, mark, rank = name.partition("@")
     return mark + rank
 
@@ -176,7 +176,7 @@ class _Holders:
 
     @classmethod
     def of(cls, tensor: DTensor) -> _Holders:
-        """The ranks that hold the same piece of `tensor` as this rank."""
+        """Find the ranks that hold the same piece of `tensor` as this rank."""
         mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
         sizes = tuple(mesh.size(dim) for dim in copied)

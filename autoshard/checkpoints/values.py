@@ -45,7 +45,7 @@ class StepCount:
     shape: torch.Size
 
     def tensor(self) -> torch.Tensor:
-        """The count as a tensor on the CPU."""
+        """Return the count as a tensor on the CPU."""
         return torch.full(self.shape, self.value, dtype=self.dtype)
 
 
@@ -81,7 +81,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype with a name such as "float32"; `ValueError` if there is none."""
+    """Return the dtype with a name such as "float32"; raise `ValueError` if there is none."""
     found = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name[:60]!r} is not a dtype")
@@ -89,7 +89,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as "float32"."""
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

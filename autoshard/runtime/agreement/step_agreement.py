@@ -121,7 +121,7 @@ class StepAgreement:
         self._watch = ParameterWatch([], 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepAgreement:
-        """An agreement of the same ranks for the copy of a module, which has no optimizer."""
+        """Return an agreement of the same ranks for the copy of a module, which has no optimizer."""
         result = StepAgreement(self._control, self._check)
         result._seen, result._watch = set(self._seen), copy.deepcopy(self._watch, memo)
         return result

@@ -15,7 +15,7 @@ class HasWeights(ABC):
 
     @abstractmethod
     def _model_weights(self) -> Weights:
-        """The weights of the user's model."""
+        """Return the weights of the user's model."""
 
     def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
         """Initialise parameters and buffers by the modules' own initialisers; each rank computes its shards.

@@ -115,7 +115,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """`torch.cat`."""
+    """Apply `torch.cat` to unread tensors."""
     dim %= len(parts[0].shape)
     shape = list(parts[0].shape)
     others = {(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}
@@ -140,12 +140,12 @@ def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
 
 
 def _stacked(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """`torch.stack`."""
+    """Apply `torch.stack` to unread tensors."""
     return _joined([_unsqueezed(part, dim) for part in parts], dim)
 
 
 def _unsqueezed(tensor: Unread, dim: int) -> Unread:
-    """`torch.unsqueeze`."""
+    """Apply `torch.unsqueeze` to an unread tensor."""
     dim %= len(tensor.shape) + 1
     shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
 
@@ -157,7 +157,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """`torch.squeeze` of one dim, or all."""
+    """Apply `torch.squeeze` to one dim of an unread tensor, or to all dims."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -172,7 +172,7 @@ def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
 
 
 def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
-    """`torch.narrow`."""
+    """Apply `torch.narrow` to an unread tensor."""
     shape = list(tensor.shape)
     shape[dim] = length
 
@@ -184,7 +184,7 @@ def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
 
 
 def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
-    """`torch.split`."""
+    """Apply `torch.split` to an unread tensor."""
     dim %= len(tensor.shape)
     size, sizes = tensor.shape[dim], split_size_or_sections
     if isinstance(sizes, int):
@@ -194,12 +194,12 @@ def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int
 
 
 def _chunked(tensor: Unread, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
-    """`torch.chunk`."""
+    """Apply `torch.chunk` to an unread tensor."""
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
 def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
-    """`torch.transpose`."""
+    """Apply `torch.transpose` to an unread tensor."""
     shape = _swapped(tensor.shape, dim0, dim1)
 
     def read(region: Region) -> torch.Tensor:
