@@ -1,7 +1,8 @@
 """The processes that save and load together. If one rank fails, every rank raises the same error.
 
-Ranks meet over a `ControlChannel` before they communicate, because one rank may write for longer than another. So the
-ranks wait for a working rank, and name a rank that ended or hangs within a time limit.
+One rank may write for longer than another. So ranks first meet over a `ControlChannel`, and then communicate. On the
+channel, ranks wait for a rank that works. If a rank ended or hangs, they raise an error with its name after a time
+limit.
 """
 
 from __future__ import annotations

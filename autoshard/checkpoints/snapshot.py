@@ -1,4 +1,4 @@
-"""Snapshots: copies of the tensors that this rank writes, which later steps do not change.
+"""Take snapshots: copies of the tensors that this rank writes, which later steps do not change.
 
 If several ranks hold the same tensor, one of them copies and writes it. Ranks share out the tensors without
 communication.

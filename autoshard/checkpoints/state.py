@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: model, optimizer, random numbers, the step, and the user's objects."""
+"""`TrainingState`: the objects of a run that a checkpoint saves: model, optimizer, random numbers, step, and others."""
 
 from __future__ import annotations
 
@@ -173,9 +173,9 @@ class TrainingState:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model. For a compiled model it holds the parameters themselves.
+    """Return the state dict of a model.
 
-    Detaching DTensors is slow.
+    For a compiled model it holds the parameters themselves, because detaching DTensors is slow.
     """
     return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
 

@@ -1,4 +1,4 @@
-"""States split into named tensors and the rest, so that each tensor is saved and loaded by its shards."""
+"""Split states into named tensors and the rest, so that each tensor is saved and loaded by its shards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Plain values as JSON: states without tensors are written and read without pickle, so reading runs no code.
+"""Write and read states without tensors as JSON, without pickle, so that reading runs no code.
 
-JSON's own values stand for themselves. Every other value is an object with one key, its kind: `{"tuple": [1, 2]}`.
-Kinds that are not listed here go through `torch.save`; `torch.load(weights_only=True)` must be able to read them.
+A value that JSON knows is written as it is. Every other value is written as a JSON object with one key, the value's
+kind: `{"tuple": [1, 2]}`. Kinds that are not listed here are written by `torch.save`, and
+`torch.load(weights_only=True)` must be able to read them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One node of torch's autograd graph per call of a compiled program.
+"""Make each call of a compiled program one node of torch's autograd graph.
 
-The node's forward runs the program's forward phase and saves the tensors of the backward phase, as torch saves tensors
-of any operator. So torch notices an in-place change between the two. The backward frees each saved value after its
-last use.
+The node's forward runs the program's forward, and saves the tensors that its backward reads, as any operator of torch
+does. So torch notices an in-place change of a saved tensor. The backward frees each saved value after its last use.
 
 A tangent is the gradient of an output, which the backward takes as an input (the word of torch's AOTAutograd). A
 program has tangents only for the outputs that were the loss when it was traced. The node also saves its inputs. A

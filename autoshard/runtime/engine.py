@@ -31,7 +31,7 @@ from autoshard.runtime.simulator import simulate
 T = TypeVar("T")
 
 LocalValue = Any
-"""`torch.Tensor` with a process per rank; `list[torch.Tensor]`, one per rank, in the simulator."""
+"""A `torch.Tensor` with a process per rank; in the simulator a `list[torch.Tensor]` with one tensor per rank."""
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
@@ -167,7 +167,7 @@ class Engine(Protocol):
         ...
 
     def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
-        """Return the values of a region of what `global_copy` returns, with memory for little more than the region."""
+        """Return a region of the tensor that `global_copy` returns, with memory for little more than the region."""
         ...
 
     def agree(self, facts: Callable[[], Facts]) -> None:

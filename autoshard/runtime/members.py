@@ -19,7 +19,7 @@ from autoshard.errors import NotAvailableError
 _FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _TRAITS = attrgetter("dtype", "shape", "requires_grad")
 _SPEC_TRAITS = attrgetter("_spec", "requires_grad")
-"""Traits of a DTensor: torch replaces its spec if its dtype or shape changes."""
+"""Reads the traits of a DTensor that are compared. Torch replaces `_spec` if the dtype or the shape changes."""
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ MAX_PROGRAMS = 32
 class ShardedModule(OfModel, HasWeights):
     """A model that runs on all ranks of a mesh. `autoshard.compile` makes it; see the file's docstring.
 
-    Attributes of the user's model are read and set on the user's model (`sharded.config`). A method of the user's model
-    (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all ranks run that
-    code, and parameters are gathered while it reads them.
+    An attribute that this module lacks, such as `sharded.config`, is read from and set on the user's model. A method of
+    the user's model (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all
+    ranks run that code, and parameters are gathered while it reads them.
     """
 
     @in_normal_mode

@@ -48,9 +48,9 @@ def check_calls(
         inputs: the model's arguments.
         given: the spec of each argument.
         calls: the specs of each call, in order.
-        tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the spacing of
-            numbers at 1 in the narrowest floating dtype of any value. If one device's outputs for nearly equal inputs
-            differ by more, the mesh's outputs may too.
+        tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the machine
+            epsilon of the narrowest floating dtype of any value, if it is larger. If one device's outputs for nearly
+            equal inputs differ by more, the mesh's outputs may differ by more too.
 
     Raises:
         PlanMismatchError: the model makes another number of calls, or a call has no strategy with these specs.

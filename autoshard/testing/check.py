@@ -77,9 +77,9 @@ def check_plan(
         whole_step: train by `autoshard.compile(..., optimizer=...)`, with the update in the program. The model returns
             its loss first. A plan must then be of a whole step with one micro-batch.
         precise: a wider dtype, such as `torch.float64`, in which one device also runs, to measure its rounding errors.
-            A value may differ by a few times its rounding error; ill-conditioned values, such as gradients of nearly
-            uniform attention, need this. One run's error may be small by chance. So if a value differs, one device
-            runs again, on parameters and inputs that are each moved by one rounding. If the errors do not explain the
+            A value may then differ by a few times its rounding error, as ill-conditioned values do, such as gradients
+            of nearly uniform attention. One run's error may be small by chance. So if a value differs, one device runs
+            again, on parameters and inputs that are each moved by one rounding. If the errors do not explain the
             difference, the plan's specs and one device both run in the wider dtype. Values that agree there to 1e-9 of
             their scale differed only by rounding. None: no wider run; with a `precision`, rounding is measured against
             the model's own dtypes.

@@ -274,7 +274,7 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork(works, self.links, came)
 
     def recv_anysource(self, *_: Any) -> NoReturn:
-        """Refuse: the times follow a message, from a rank that must be known."""
+        """Raise `MeshError`, because the receive of the times must name the sender."""
         raise MeshError("recv of any rank has no delayed form on a delayed_mesh; name the sender: recv(tensor, src=1).")
 
     def _others(self, size_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The report of a comparison of a mesh with one device."""
+"""`CheckReport`: the values that a mesh computed, compared with the values of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are one rounding away: one device's results for them show how far rounding may change a result."""
+"""Move numbers by one rounding. One device's results for moved numbers show how far rounding may change a result."""
 
 from __future__ import annotations
 

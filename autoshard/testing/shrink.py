@@ -1,10 +1,11 @@
-"""Shrink a plan that computes other numbers than one device to a few calls, written as code to run.
+"""Shrink a program that computes other numbers than one device to a few calls, written as a script.
 
 1. The failing program runs on one device, and each value is recorded.
-2. Bisection finds its shortest beginning that differs, and the shortest ending of that. Then calls are removed one by
-   one while the rest differs. Values that a part reads from outside are its inputs.
-3. A part is tried as it will be printed: as the source of a module that makes the calls. The module is traced, planned
-   with the specs of the failing plan, lowered, run on the simulator, and compared with the module itself.
+2. A part is a list of the program's calls; values that it reads from other calls are its inputs. Bisection finds the
+   shortest beginning of the program that differs, and then the shortest ending of this beginning. Then calls are
+   removed one by one while the rest differs.
+3. To try a part, the source of a module that makes its calls is written, as it will be printed. The module is traced,
+   planned with the specs of the failing plan, lowered, run on the simulator, and compared with the module itself.
 """
 
 from __future__ import annotations

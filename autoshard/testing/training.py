@@ -1,4 +1,4 @@
-"""Training for some steps on one device or a mesh, and the results that a user can see, for `check_plan` to compare."""
+"""Train for some steps on one device or a mesh, and collect the results that a user can see, for `check_plan`."""
 
 from __future__ import annotations
 

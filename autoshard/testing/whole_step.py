@@ -1,4 +1,4 @@
-"""A whole training step as one program, for `check_plan` and drawn programs."""
+"""`WholeStep`: a description of a training step that is one program, for `check_plan` and drawn programs."""
 
 from __future__ import annotations
 

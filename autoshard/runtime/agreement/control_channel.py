@@ -1,9 +1,11 @@
-"""Messages among ranks through the store of their run. A time limit applies, which a working rank extends.
+"""`ControlChannel`: ranks send each other messages through the store of their run, within a time limit.
 
 Ranks exchange messages in turns. In each turn every rank sends one message, and all ranks receive all messages or raise
-the same error. The store carries the messages, not a collective. A waiting rank can read in the store which rank is
-missing, whether that rank shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the
-store that is written once: "all", or a text that names the missing ranks.
+the same error. A rank that works for long shows signs of life, and the other ranks wait for it beyond the time limit.
+
+The store carries the messages, and no collective does. So a waiting rank can read which rank is missing, whether it
+shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the store that is written
+once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _ALL_CAME = "all"
 _SLICE_S = 0.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LARGEST_PART = 4 * 2**20
-"""Bytes of a message per key. The store of `torchrun` fails for values above 8 MiB."""
+"""The most bytes of a message under one key. The store of `torchrun` fails for values above 8 MiB."""
 _COUNT = struct.Struct("<I")
 """The format of the number of parts, which precedes the bytes of the first part."""
 
 
 class ControlChannel:
-    """Turns of messages among `ranks`, one of which is this process.
+    """Exchanges messages among `ranks` in turns. This process is one of them.
 
     Args:
         ranks: the ranks of the processes, in order.

@@ -1,8 +1,8 @@
-"""Agreement: all ranks hold the same facts, or all of them raise.
+"""`ControlGroup`: ranks compare facts, and all ranks raise the same error if the facts differ.
 
 Ranks that run different programs would hang, or compute wrong values. Before a program runs, each rank sends the other
-ranks a description of its next call; any difference is an error on every rank. If a rank never comes, every other rank
-raises an error within `Options(timeout_s=)`.
+ranks a description of its next call. If a rank never comes, every other rank raises an error within
+`Options(timeout_s=)`.
 """
 
 from __future__ import annotations

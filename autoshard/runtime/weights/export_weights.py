@@ -33,10 +33,10 @@ from autoshard.runtime.weights.weight_files import INDEX, SINGLE
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Bytes of tensors per file, by default."""
+"""The most bytes of tensors per file, by default."""
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that are gathered and written at a time."""
+"""At most this many bytes are gathered and written at a time."""
 
 _OF_ADAPTERS = re.compile("|".join(map(re.escape, (peft_weights.FILE, peft_weights.CONFIG))))
 """Names of the adapter files that an export writes and replaces."""

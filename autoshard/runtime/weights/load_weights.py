@@ -28,7 +28,7 @@ from autoshard.runtime.weights.weight_names import match, names_by_tensor, persi
 T = TypeVar("T")
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes of a file that are read at a time, including the bytes between rows of a region."""
+"""At most about this many bytes of a file are read at a time, including the bytes between rows of a region."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.initialisation import Box, Initialisation, Operation, Place
 
 _AT_ONCE = 1 << 15
-"""Elements that are drawn at once, few enough for a processor's cache."""
+"""At most this many elements are computed at once, so that they fit in a processor's cache."""
 
 _RANDOM = "autoshard::random"
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
@@ -99,7 +99,7 @@ class Replay:
         self._names.update((place.memory, name) for name, place in self.record.begins.items())
 
     def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the values of a part of a weight, piece by piece, each as a box relative to the part and the values.
+        """Yield the values of a part of a weight, piece by piece: a box, relative to the part, and the values in it.
 
         Args:
             name: the name of the weight.
@@ -153,7 +153,11 @@ class Replay:
         return *found, self._apply(self.record.operations[index], index, written, root)
 
     def _apply(self, operation: Operation, index: int, result: Place, root: int) -> _Applied:
-        """Return the formula of operation number `index`, if it is elementwise; `result` is the place of its result."""
+        """Return the formula of operation number `index`; `result` is the place of its result.
+
+        Raises:
+            _NotByPartsError: the operation is not elementwise.
+        """
         given = [item for item in operation.args if isinstance(item, Place)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
         is_plain = len(given) == sum(isinstance(leaf, Place) for leaf in leaves)

@@ -45,7 +45,7 @@ class UnsetWeights:
 
     @contextmanager
     def getting_memory(self, model: nn.Module) -> Iterator[None]:
-        """Within the context the caller gives memory to weights of `model`; then record these weights as unset."""
+        """Record as unset the weights of `model` to which the caller gives memory within the context."""
         names = on_meta(model)
         yield
         if names:
