@@ -1,7 +1,7 @@
 """The public functions: `compile` runs a model on a mesh, `plan` predicts how the model would run.
 
 Each function checks its arguments, makes a `Call`, and hands the call to `passes.driver`. The driver is imported at the
-first call.
+first call of a public function.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def compile(
             `schedule` and `virtual_stages` say how stages run. A `plan` contains these fields already.
         constraints: specs that values must have, by name: {"*.weight": P("data", None)}. A name is a qualified name,
             "input:0", "output:0", or a glob.
-        memory_budget: bytes of values per device. None: the device's memory, on a GPU less the share of the CUDA
-            context, NCCL, cuBLAS and the allocator's fragmentation (`cost_models.memory.room_bytes`).
+        memory_budget: limit in bytes for the values on each device. None: the device's memory, on a GPU less the share
+            of the CUDA context, NCCL, cuBLAS and the allocator's fragmentation (`cost_models.memory.room_bytes`).
         precision: "bf16", "f16" (without gradients) or "f32": compute in this type if parameters and inputs are
             wider. Parameters, gradients and optimizer state keep the model's types (master weights). None: the model's
             own types, or the precision of `plan`.
@@ -98,9 +98,9 @@ def compile(
             kernels, hand-written and generated; on a CPU their references run, unless TRITON_INTERPRET=1.
             "reference": attention and other semantic operators by their definitions in plain PyTorch, for tests.
         verify: prove that the program to run equals the traced program.
-        time_budget_s: most seconds that the search for a plan may take. A search ends by counted work, so
-            that a plan does not depend on the machine. If the time ends the search, `plan.was_cut` is true. Ctrl-C
-            ends a search too.
+        time_budget_s: most seconds that the search for a plan may take. A search usually ends after a fixed amount of
+            work, so that a plan does not depend on the machine. If the time ends the search first, `plan.was_cut` is
+            true. Ctrl-C ends a search too.
         cluster: with a mesh: the hardware to plan for, such as the result of `calibrate`. Default: this machine; hosts
             of `torchrun` are then joined by gigabit Ethernet.
         options: settings of calls, see `Options`.
@@ -179,10 +179,10 @@ def plan(
         memory_budget: see `compile`; with a `recipe`, the memory that the recipe must fit in.
         precision: see `compile`, which takes the precision from the plan. A model whose parameters have this type
             already computes in its own types, and so does a model without parameters.
-        previous: an earlier plan of this model, for another cluster, batch or budget. The search starts from this plan,
-            and the result here is at least as fast, if the earlier plan fits. With `global_batch`, the search starts at
-            the plan's recipe, or at the best recipe with the same axes for a micro-batch. Without, the search starts
-            at the plan's specs; on another mesh the plan's recomputation is left out.
+        previous: an earlier plan of this model, for another cluster, batch or budget. The search starts from this plan.
+            The result is at least as fast as the earlier plan here, if the earlier plan fits. With `global_batch`, the
+            search starts at the plan's recipe, or at the best recipe with the same axes for a micro-batch. Without, the
+            search starts at the plan's specs; on another mesh the plan's recomputation is left out.
         backend: the kernels that the prediction assumes; see `compile`. "triton": our kernels, listed in
             `predicted.kernels`; needs a mesh of this machine's GPUs. "inductor": predicted as if Inductor fused the
             operators that our generated kernels fuse. Other backends: predicted operator by operator.
@@ -327,7 +327,7 @@ def prove(
 
     Args:
         target: the hardware, see `plan`. A `Plan` is proven without a search, in its own precision.
-        others: see `plan`.
+        others: all other arguments are those of `plan`.
 
     Raises:
         VerificationError: the proof fails.
@@ -352,7 +352,7 @@ def prove(
 
 
 def _driver() -> ModuleType:
-    """The driver, imported late: passes import autoshard. Only this function reaches passes."""
+    """Import the driver at the first call, because `passes` imports autoshard. Only this function imports `passes`."""
     from passes.driver import entry
 
     return entry

@@ -159,7 +159,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int | None) -> None:
-    """Raise `NotAvailableError` for another framework without a recipe to run."""
+    """Raise `NotAvailableError` if another framework is named without `recipe` or `global_batch`."""
     if runtime is not None and recipe is None and global_batch is None:
         raise NotAvailableError(
             f"runtime={runtime!r} is a framework that runs a recipe. Pass recipe=Recipe(...) too, or global_batch= "
@@ -168,7 +168,7 @@ def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int 
 
 
 def checked_budget(memory_budget: Any) -> int | None:
-    """Return the memory per device in bytes; `NotAvailableError` unless a whole number above 0."""
+    """Return the memory limit of a device in bytes; raise `NotAvailableError` unless it is a whole number above 0."""
     if memory_budget is None:
         return None
     if not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
@@ -201,7 +201,7 @@ _CHECKS = ("always", "first", "off")
 
 
 def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
-    """Return the outputs that calls return; `NotAvailableError` for an unknown word."""
+    """Return the choice of outputs that calls return; raise `NotAvailableError` for an unknown word."""
     if outputs not in ("all", "loss"):
         raise NotAvailableError(
             f"outputs={outputs!r} must be 'all' or 'loss'; pass gather_outputs=True for whole outputs."
@@ -212,7 +212,7 @@ def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
 
 
 def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
-    """Raise `NotAvailableError` for a number of programs below 1, or lengths that are no mapping."""
+    """Raise `NotAvailableError` if `max_programs` is below 1, or `dynamic_lengths` maps no names to numbers."""
     if not (_is_whole(max_programs) and max_programs >= 1):
         raise NotAvailableError(f"max_programs={max_programs!r} must be a whole number, at least 1.")
     if dynamic_lengths is None:
@@ -226,7 +226,7 @@ def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
 
 
 def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | None:
-    """Return the type in which gradients travel; `NotAvailableError` if the type does not suit this model."""
+    """Return the dtype in which gradients are sent; raise `NotAvailableError` if it does not suit this model."""
     if reduce_dtype is None:
         return None
     if reduce_dtype != "bf16":
@@ -245,7 +245,7 @@ def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | N
 
 
 def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm: Any = None) -> None:
-    """Raise unless a compiled step can call `optimizer`, and other arguments of a step come with an optimizer.
+    """Raise unless a compiled step can call `optimizer`.
 
     Raises:
         TraceError: the argument is no torch optimizer.
@@ -301,7 +301,7 @@ def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of an example call; `TraceError` for other types."""
+    """Return the positional and the keyword arguments of an example call; raise `TraceError` for other types."""
     if isinstance(example_inputs, Mapping):
         return (), dict(sorted(example_inputs.items()))
     if isinstance(example_inputs, (tuple, list)):
@@ -313,7 +313,7 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 
 
 def checked_inputs(example_inputs: Any) -> ExampleInputs:
-    """Return the arguments of an example call; `TraceError` unless a tuple, list or dict."""
+    """Return the argument if it is a tuple, list or dict of example inputs; raise `TraceError` otherwise."""
     split_inputs(example_inputs)
     return example_inputs
 

@@ -25,7 +25,9 @@ from cost_models.kernel_samples import KernelSample
 ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
 ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
 TOKENS, EXPERTS, CHOSEN = (64, 1024), (8, 256, 512), 2
-"""Sizes of the experts layer: tokens; experts, hidden and intermediate size; experts of each token."""
+"""Sizes of the sampled experts layers. `EXPERTS` is number of experts, hidden size and intermediate size; each token
+chooses `CHOSEN` experts.
+"""
 
 
 def calibrate(
@@ -35,7 +37,7 @@ def calibrate(
     budget_s: float = 20.0,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine, with all ranks of the process group at once if there is a group.
+    """Measure this machine. With a process group, all ranks measure at once.
 
     Pass `.cluster` of the result to `autoshard.plan`. Arguments: see `cost_models.calibration.calibrate`.
     """
@@ -52,7 +54,7 @@ def calibrate(
 
 
 def semantic_samples() -> Iterator[KernelSample]:
-    """Return calls of our operators on their kernels: attention of [B, H, S, D], or rows."""
+    """Yield calls to time: attention, experts, cross-entropy and RMS norm, forward and backward, at several sizes."""
     ours, aten = torch.ops.autoshard, torch.ops.aten
     for shape in ATTENTIONS:
         b, h, s, d = shape
@@ -87,7 +89,7 @@ def _native(operator: torch._ops.OpOverload, *arguments: object) -> KernelSample
 
 
 def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> Mapping[str, Callable[[], object]]:
-    """Return the collectives of compiled programs; see `cost_models.calibration.CollectiveCalls`."""
+    """Return the collectives as compiled programs run them, by name; see `cost_models.calibration.CollectiveCalls`."""
     ops, size = torch.ops._c10d_functional, group.size()
     return {
         **calibration.functional_collectives(full, part, group),
@@ -99,7 +101,7 @@ def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -
 def _as_programs_do(
     reduction: torch._ops.OpOverload, operand: Tensor, arguments: tuple[str | int, ...], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """Return a call of a reduction, on Gloo in the order of ranks."""
+    """Return a function that runs a reduction as compiled programs do: on Gloo, in the order of ranks."""
     graph = fx.Graph()
     placeholder = graph.placeholder("operand")
     placeholder.meta["val"] = operand

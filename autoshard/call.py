@@ -45,9 +45,10 @@ class Options:
         reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them in float32;
             see docs/reference/precision.md. None sends each gradient in its own type.
         dynamic_lengths: names of arguments to the value of their padding: {"input_ids": 0, "attention_mask": 0,
-            "labels": -100}. Dim 1 of these arguments is padded to one of few lengths, at most half more, and results
-            are cut back. Calls of many lengths then share few programs. Before a program is compiled, autoshard proves
-            that padding reaches no result. If the proof fails, each length is compiled without padding, with a warning.
+            "labels": -100}. Dim 1 of these arguments is padded to one of a few lengths, by at most half its size, and
+            results are cut back. Calls of many lengths then share few programs. Before a program is compiled, autoshard
+            proves that padding reaches no result. If the proof fails, each length is compiled without padding, with a
+            warning.
         max_programs: number of programs to keep, each for calls of one kind. The least recently used program goes
             first.
         check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
@@ -149,10 +150,10 @@ class Call:
 
     @property
     def handed_out(self) -> Outputs:
-        """The outputs of a call without an optimizer."""
+        """The outputs that `options` ask for. A call without an optimizer returns them."""
         return checked_outputs(self.options.outputs, gather_outputs=self.options.gather_outputs)
 
     @property
     def grad(self) -> bool:
-        """Whether a parameter requires a gradient."""
+        """Whether some parameter of the model requires a gradient."""
         return any(parameter.requires_grad for parameter in self.model.parameters())

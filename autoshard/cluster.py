@@ -1,4 +1,4 @@
-"""The public `Cluster`: the hardware that plans are priced for; and this machine as a cluster."""
+"""The public `Cluster`, the hardware to price plans for, and functions that describe this machine as a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cost_models.topology import GroupLinks
 
 @contextmanager
 def _errors_of_ours() -> Iterator[None]:
-    """Raise errors of cost models as `UnknownHardwareError`: cost models do not import our errors."""
+    """Turn errors of cost models into `UnknownHardwareError`. Cost models import no errors of `autoshard`."""
     try:
         yield
     except CostModelError as error:
@@ -111,7 +111,7 @@ def device_of_plans(target: Any) -> torch.device:
 
 
 def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh]:
-    """Return the meshes without repeats: of meshes that differ only in names, the first stays.
+    """Return the meshes without repeats. Meshes repeat if their axes have equal sizes on equal links; the first stays.
 
     Example:
         >>> meshes = [Mesh({"data": 8}), Mesh({"model": 8}), Mesh({"data": 4, "model": 2})]

@@ -29,7 +29,7 @@ from autoshard.runtime.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The placement of this process's rows: DTensors of `placements` on `device_mesh`."""
+    """Placement of this process's rows as a DTensor: the `placements` on `device_mesh`."""
 
     device_mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -80,7 +80,7 @@ class RankSampler(Sampler[int]):
         if self.shuffle:
             order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         whole = self.length // self.global_batch * self.global_batch
-        # [batches of parts, pieces, rows of a rank]
+        # [micro-batches of all batches, pieces, rows of a piece]
         rows = order[:whole].view(-1, self.pieces, self.batch_size // self.micro_batches)
         return iter(rows[:, self.index].flatten().tolist())
 
@@ -117,8 +117,8 @@ class RankSampler(Sampler[int]):
 def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool = True, seed: int = 0) -> RankSampler:
     """Return a sampler of the rows that this rank needs by the plan of `sharded`.
 
-    Batches are the batches of one device. If the plan splits inputs by another dim than the first, or splits the inputs
-    differently, each rank loads all rows.
+    The rows of all ranks together are the batch that one device would load. If the plan splits inputs by another dim
+    than the first, or splits the inputs differently, each rank loads all rows.
 
     Args:
         dataset: a dataset for `torch.utils.data.DataLoader`, with a length.
@@ -184,7 +184,7 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
 
 
 def _batch_of(slots: list[LocalSlot]) -> int:
-    """Return the size of the first dim of all inputs."""
+    """Return the size of dim 0, the batch, which all inputs must share; raise `NotAvailableError` otherwise."""
     sizes = {item.shape[0] if item.shape else None for item in slots}
     size = next(iter(sizes), None)
     if len(sizes) != 1 or size is None:
@@ -197,7 +197,10 @@ def _batch_of(slots: list[LocalSlot]) -> int:
 
 
 def _axes_of(slots: list[LocalSlot], batch: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes that split the rows of every input evenly and alike, in the mesh's order as in DTensor."""
+    """Return the axes that split dim 0 of every input.
+
+    Empty if the inputs are split differently, the split is uneven, or DTensor cannot have the axes in this order.
+    """
     found = {item.spec.axes_of(0) for item in slots}
     axes = next(iter(found)) if len(found) == 1 else ()
     in_order = sorted(axes, key=mesh.axis_names.index) == list(axes)

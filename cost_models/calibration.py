@@ -1,14 +1,13 @@
-"""Measures this machine and returns its `Cluster`: matrix products, memory, launch overhead, and the group's
-collectives.
+"""Measure this machine, and fit a `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
 
-Call `calibrate` on all ranks at once, after `init_process_group`. Ranks that share cores then slow each other down as
-in training, and that rate counts. So each number is a mean over sustained, back-to-back runs (including time slices
-lost to a neighbour), averaged over the ranks. Without a process group a single rank is measured.
+Call `calibrate` on all ranks at once, after `init_process_group`. Ranks that share cores then slow each other down, as
+they do in training. Each number is a mean over sustained, back-to-back runs (including time slices lost to a
+neighbour), averaged over the ranks. Without a process group a single rank is measured.
 
-Fits: launch latency is the time of the smallest add; the rate of matrix products is the median over sizes. On a CPU,
-kernels that move bytes and composite kernels get curves over bytes (`throughput`). Collectives are those of lowered
-programs (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a product and
-counts with the time that it adds. So it meets busy cores and late ranks, as it does inside a step.
+Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
+that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of
+lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a matrix
+product, and its time is the time that it adds. So it meets busy cores and late ranks, as it does inside a step.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from cost_models.units import MIB
 
 MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 1024))
 BETWEEN = (512, 768, 192)
-"""The product between two collectives."""
+"""Sizes m, n, k of the matrix products that run before each collective."""
 PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
-"""Numbers of products in turn, so that ranks run out of step with each other and with the scheduler's clock."""
+"""Numbers of products before the collectives of a turn; they vary, so that ranks and scheduler run out of step."""
 COLLECTIVE_BYTES = (4096, MIB // 4, 2 * MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
 LAUNCHES = 100
@@ -54,7 +53,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A measured cluster with its measurements; `residuals` maps a measurement to log(predicted / measured)."""
+    """A measured cluster. `measured_s` maps a measurement to seconds, `residuals` to log(predicted / measured)."""
 
     cluster: Cluster
     measured_s: Mapping[str, float]
@@ -63,7 +62,7 @@ class Calibration:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Predicted over measured time of each measurement that the fit predicts."""
+        """Name of each measurement that the fit predicts to its predicted time divided by its measured time."""
         return {name: exp(residual) for name, residual in self.residuals.items()}
 
     def save(self, path: str | Path) -> None:
@@ -74,9 +73,9 @@ class Calibration:
 
 
 CollectiveCalls = Callable[[torch.Tensor, torch.Tensor, distributed.ProcessGroup], Mapping[str, Callable[[], object]]]
-"""By the names of `COLLECTIVES`, functions that run a collective once and wait for it. Arguments are a whole tensor
-[n], a
-rank's part of it [n / ranks], and a group.
+"""A function that takes a whole tensor [n], a rank's part of it [n / ranks], and a group.
+
+It returns, by the names of `COLLECTIVES`, functions that run a collective once and wait for it.
 """
 
 OnProgress = Callable[[str, int, int], None]
@@ -119,9 +118,9 @@ def calibrate(
 
 
 def pooled(passes: Sequence[Calibration], *, kernels: Sequence[KernelSample] = ()) -> Calibration:
-    """One calibration from the mean of several of the same machine, each taken with the same `kernels`.
+    """Return one calibration from the means of several calibrations of a machine, all made with the same `kernels`.
 
-    A shared machine changes its speed by the minute. Passes between the steps of a run experience the run's speed.
+    A shared machine changes its speed by the minute. Calibrations between the steps of a run see the run's speed.
     """
     first = passes[0].cluster
     measured = {name: statistics.mean(each.measured_s[name] for each in passes) for name in passes[0].measured_s}
@@ -143,7 +142,7 @@ def _calibration(
 
 @dataclass(slots=True)
 class _Note:
-    """Counts measurements."""
+    """Reports each measurement to `on_progress`, with the numbers of finished and of all measurements."""
 
     on_progress: OnProgress | None
     total: int
@@ -160,7 +159,7 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Mean seconds of one action over `share_s` of back-to-back runs (at least two), after a warm-up."""
+    """Return the mean seconds of an action that runs back to back for `share_s` seconds, at least twice, once warm."""
     action()
     _synchronize()
     if distributed.is_initialized():
@@ -179,7 +178,7 @@ def _synchronize() -> None:
 
 
 def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
-    """The measurements of each rank alone. Each entry prepares a function that runs it once."""
+    """Return the measurements of one rank by name. Each is a function that returns another, which runs it once."""
     place = _place()
     actions: dict[str, Callable[[], Callable[[], object]]] = {}
     for dtype, kind in DTYPES.items():
@@ -201,7 +200,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """All sizes of f32, and one of other dtypes: the third, but on CPUs the smallest of f16.
+    """Return the sizes to measure: all for f32, the smallest for f16 on a CPU, else the third alone.
 
     A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
     """
@@ -213,7 +212,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Seconds of each action; "launch" is one of many launches."""
+    """Return the seconds of each action; for "launch", which launches many kernels, the seconds of one launch."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -223,7 +222,7 @@ def _measure_device(
 
 
 def _group_sizes(ranks: int) -> list[int]:
-    """The whole group, and pairs if the number of ranks is even; none for one rank."""
+    """Return the sizes of groups to measure: all ranks, and two if `ranks` is even; no group for one rank."""
     if ranks == 1:
         return []
     return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
@@ -232,7 +231,7 @@ def _group_sizes(ranks: int) -> list[int]:
 def _measure_collectives(
     groups: Sequence[tuple[int, int]], ranks: int, calls: CollectiveCalls, budget_s: float, note: _Note
 ) -> dict[str, float]:
-    """Seconds of collectives for pairs of group size and bytes, by "collective.group size.bytes".
+    """Return the seconds of all collectives for pairs of group size and bytes, by name ("all_reduce.8.4096").
 
     Groups of the same size run at the same time.
     """
@@ -248,7 +247,7 @@ def _measure_collectives(
 
 
 def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
-    """This rank's group among blocks of `size` neighbouring ranks."""
+    """Return this rank's process group, if all ranks are cut into groups of `size` neighbours."""
     blocks = [list(range(first, first + size)) for first in range(0, ranks, size)]
     group = distributed.group.WORLD if size == ranks else distributed.new_subgroups_by_enumeration(blocks)[0]
     assert isinstance(group, distributed.ProcessGroup)
@@ -258,7 +257,7 @@ def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
 def functional_collectives(
     full: torch.Tensor, part: torch.Tensor, group: distributed.ProcessGroup
 ) -> Mapping[str, Callable[[], object]]:
-    """PyTorch's functional collectives, see `CollectiveCalls`."""
+    """Return functions that run PyTorch's functional collectives, as described at `CollectiveCalls`."""
     ops, size, name = torch.ops._c10d_functional, group.size(), group.group_name
     pieces = [part.numel()] * size
     return {
@@ -283,11 +282,11 @@ def _measure_group(
 
 
 def _added_time(collective: Callable[[], object], product: Callable[[], object], share_s: float) -> float:
-    """Mean seconds that a collective adds to the products before it, on all ranks at once; at least its own error.
+    """Return the mean seconds that a collective adds to the products before it; at least the mean's standard error.
 
-    One run is two turns of `PRODUCTS`, one without and one with the collective, in alternating order. A drifting
-    machine speed affects both alike, and their difference compares neighbours in time. The first run determines how
-    many runs fit into the share on the slowest rank, because all ranks need the same count.
+    One run is two turns of `PRODUCTS`, one without and one with the collective, in alternating order. So a drifting
+    machine speed affects both turns alike. The first run determines how many runs fit into `share_s` on the slowest
+    rank, because all ranks need the same count.
     """
     turns = (partial(_turn_time, product, _nothing), partial(_turn_time, product, collective))
     for warm_up in (product, collective):
@@ -308,7 +307,7 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Seconds of one turn. It runs as many products as `PRODUCTS` says, and calls `then` after each number of them.
+    """Return the seconds of one turn: for each number of `PRODUCTS`, so many products run, and then `then`.
 
     All ranks begin the turn together.
     """
@@ -324,11 +323,11 @@ def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> flo
 
 
 def _nothing() -> None:
-    """No collective."""
+    """Run in place of a collective in turns without one."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """The mean over ranks, equal on all ranks."""
+    """Return the mean of each measurement over all ranks, equal on all ranks."""
     if ranks == 1:
         return dict(measured)
     values = torch.tensor(list(measured.values()), dtype=torch.float64, device=_place())
@@ -355,7 +354,7 @@ def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int
 
 
 def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> Cluster:
-    """The cluster with a curve for each sampled kernel."""
+    """Return the cluster with a throughput curve for each sampled kernel."""
     if not samples:
         return cluster
     times: dict[str, list[tuple[float, float]]] = {}
@@ -368,7 +367,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """For each sample, log(predicted / measured): zero, unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured) of each sample: zero, unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -377,7 +376,7 @@ def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: M
 
 
 def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
-    """FLOP/s of matrix products of a dtype: the median over the measured sizes. The launch's time is subtracted."""
+    """Return the FLOP/s of matrix products of a dtype, without the launch: the median over the measured sizes."""
     rates = []
     for key, seconds in measured.items():
         if key.startswith(f"matmul.{dtype}."):
@@ -387,12 +386,11 @@ def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> 
 
 
 def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
-    """One phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
+    """Fit a link. A phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
-    1. The smallest collectives of two group sizes give start and latency. With one size, all of it is start.
-    2. The large collectives give bandwidth: bytes over the time beyond start and latency (at least a tenth of the
-       whole).
-    3. The phases of a reduce-scatter are the median of its time over a phase's.
+    1. The smallest collectives of two group sizes give start and latency. With one group size, the latency is zero.
+    2. The large collectives give bandwidth: bytes over the time beyond start and latency (at least a tenth of it all).
+    3. The phases of a reduce-scatter are the median of its time divided by the time of one phase.
     """
     if ranks == 1:
         return Link(1e12, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -418,7 +416,7 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
 
 
 def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...]:
-    """Start, latency and bandwidth of each collective: least squares of relative errors, all nonnegative."""
+    """Fit a nonnegative start, latency and bandwidth of each collective, by least squares of relative errors."""
     samples = _samples(measured)
     found = []
     for name in dict.fromkeys(sample.collective for sample in samples):
@@ -432,9 +430,9 @@ def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...
 
 
 def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
-    """x >= 0 of least |rows @ x - 1|^2, with entries outside `used` 0: the best of all subsets without negatives.
+    """Return the x >= 0 of least |rows @ x - 1|^2 among solutions on subsets of columns `used`; other entries are 0.
 
-    Units are made alike first, so that the least squares are well conditioned.
+    Columns are scaled first, so that the least squares are well conditioned.
     """
     matrix = torch.tensor(rows, dtype=torch.float64)
     scale = matrix.abs().amax(0).clamp_min(1e-300)
@@ -473,7 +471,7 @@ def _samples(measured: Mapping[str, float]) -> list[_Sample]:
 
 
 def _residuals(cluster: Cluster, measured: Mapping[str, float]) -> dict[str, float]:
-    """log(predicted / measured) of each matrix product and collective."""
+    """Return log(predicted / measured) of each measured matrix product and collective."""
     residuals: dict[str, float] = {}
     for sample in _samples(measured):
         group = GroupLinks(sample.group, sample.group, 1, cluster.node.intra, None)

@@ -1,16 +1,17 @@
-"""Time of collectives: latency-bandwidth terms (Thakur, Rabenseifner, Gropp 2005; Hockney's alpha-beta).
+"""Time of collectives from latency and bandwidth (Thakur, Rabenseifner, Gropp 2005; Hockney's alpha-beta model).
 
-One phase of a ring over n members (reduce-scatter or all-gather; `bytes` is the full size) takes
+One phase of a ring over n members is a reduce-scatter or an all-gather; an all-reduce is two phases. With `bytes` as
+the full size, a phase takes
 
-    start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth            all-reduce = two phases
+    start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth
 
-A group of per_node x nodes pipelines its traffic through the fabric of each node, the network and the spine at once.
+A group on several nodes pipelines its traffic through the fabric of each node, the network and the spine at once.
 Latencies add up, and the slowest bandwidth decides. Every algorithm (ring, tree, in the switch) is priced with every
-protocol of the library. The fastest counts, as in NCCL's own tuner (src/graph/tuning.cc):
+protocol of the library. The fastest pair counts, as in NCCL's tuner (src/graph/tuning.cc):
 
-* Simple has long chunks and full bandwidth. `ramp`: bandwidth saturates slowly with size, as chunks fill the pipeline.
-  Let t be the bandwidth term and r the time of `ramp_bytes` at full speed. Pipelining with the best chunk size costs 2
-  * sqrt(t * r) more, and at most t itself.
+* The protocol Simple has long chunks and full bandwidth. Its bandwidth ramps up slowly with size, because chunks have
+  to fill the pipeline. Let t be the bandwidth term, and r the time of `ramp_bytes` at full speed. Pipelining with the
+  best chunk size adds `2 * sqrt(t * r)`, at most t itself.
 * LL and LL128 (`topology.Protocol`) send flags with the data, so hops are short, and part of the bandwidth is lost.
 """
 
@@ -39,7 +40,7 @@ def reduce_scatter_time(input_bytes: float, group: GroupLinks) -> float:
 
 
 def all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an all-reduce; `operand_bytes` is the tensor on each rank. The fastest of `all_reduce_algorithms`."""
+    """Seconds of an all-reduce by the fastest of `all_reduce_algorithms`; `operand_bytes` is each rank's tensor."""
     if group.size == 1:
         _check(operand_bytes)
         return 0.0
@@ -51,10 +52,10 @@ def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, 
     """Seconds of an all-reduce by algorithm.
 
     * ring: two phases, so it equals reduce-scatter plus all-gather (starts included).
-    * tree: a ring reduces in each node, a double binary tree over the nodes, and the result is spread in the node. The
-      network carries 1 x bytes for two nodes, 2 x for more, in log2(nodes) steps each way.
-    * switch: like tree, but in each node the switch reduces and spreads (NVLS; NVLSTree on several nodes). Each device
-      sends and receives (n + 1)/n * bytes, in two steps. Only for fabrics that can reduce.
+    * tree: a ring reduces within each node, then a double binary tree reduces over the nodes, and each node spreads the
+      result. The network carries 1 x bytes for two nodes, 2 x for more, in log2(nodes) steps each way.
+    * switch: like tree, but the switch of each node reduces and spreads (NCCL's NVLS; NVLSTree on several nodes). Each
+      of a node's n devices sends and receives (n + 1)/n * bytes, in two steps. It needs a fabric that can reduce.
     """
     _check(operand_bytes)
     variants = _variants(group) if group.size > 1 else ()
@@ -108,7 +109,10 @@ def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float
 
 
 def _distinct(places: int, draws: float) -> float:
-    """Expected distinct places per draw: `draws` draws hit places * (1 - (1 - 1/places)^draws) different places."""
+    """Expected number of distinct places, divided by `draws`, that so many independent draws hit.
+
+    The number of distinct places is places * (1 - (1 - 1/places)^draws).
+    """
     return places * (1 - (1 - 1 / places) ** draws) / draws
 
 
@@ -120,14 +124,14 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds as measured on the group's link; 0 without a measurement, and for a group of one."""
+    """Seconds of a collective by a measurement of the group's link; 0 without a measurement, and for one rank."""
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
 
 
 def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
-    """Time of an algorithm with its fastest protocol, starts included; 0 for a group of one."""
+    """Seconds of the algorithm `time` with its fastest protocol, starts included; 0 for a group of one."""
     _check(moved_bytes)
     if group.size == 1:
         return 0.0
@@ -136,7 +140,7 @@ def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, gro
 
 @lru_cache(maxsize=4096)
 def _variants(group: GroupLinks) -> tuple[GroupLinks, ...]:
-    """The group once for each protocol that all its links have. Simple comes first, and keeps the links' numbers."""
+    """Return the group itself, for the protocol Simple, and a copy for each other protocol that all its links have."""
     shared = [name for name in _names(group.links[0]) if all(name in _names(link) for link in group.links)]
     return (group, *(_with_protocol(group, name) for name in shared))
 
@@ -161,7 +165,10 @@ def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """(n - 1)/n * bytes over the slowest link: the fabric, a node's share of the network, or a pod's of the spine."""
+    """Seconds of one phase of a ring: start, latency of a round, and (n - 1)/n * bytes over the slowest link.
+
+    The slowest link is the fabric, a node's share of the network, or a pod's share of the spine.
+    """
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
     return _start(group) + _around(group) + max(inside, _outside(carried, group))
@@ -183,7 +190,7 @@ def _switch(operand_bytes: float, group: GroupLinks) -> float:
 
 
 def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
-    """An all-reduce that takes `inside` seconds and `steps` steps in each node, and a tree over the nodes."""
+    """Seconds of an all-reduce with a tree over nodes, given seconds of transfer and number of hops in each node."""
     if group.nodes == 1:
         return 2 * _start(group) + inside + _steps(steps, 0, group)
     crossings = 1 if group.nodes == 2 else 2
@@ -204,15 +211,15 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 
 
 def _starts(group: GroupLinks) -> float:
-    """Start and latency of an exchange in which every rank has a message for every other rank.
+    """Seconds of start and latency of an exchange in which every rank has a message for every other rank.
 
-    A message to another node first goes to the sender's twin there: the rank with the same place in its node.
+    A message to another node first goes to the rank there that has the sender's place in its node.
     """
     return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
 
 
 def _direct(carried_bytes: float, link: Link | None) -> float:
-    """bytes / bandwidth; nothing over an absent link."""
+    """Seconds of bytes over a link without the ramp: bytes / bandwidth; 0 for an absent link."""
     return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
 
 
@@ -228,22 +235,22 @@ def ceil_log2(count: int) -> int:
 
 
 def _transfer(carried_bytes: float, link: Link | None) -> float:
-    """bytes / bandwidth with the ramp; nothing over an absent link."""
+    """Seconds of bytes over a link with the ramp of its bandwidth; 0 for an absent link."""
     if link is None:
         return 0.0
     return carried_bytes / link.reached_bytes_per_s + _ramp(carried_bytes, link)
 
 
 def _ramp(carried_bytes: float, link: Link) -> float:
-    """2 * sqrt(t * r), at most t: the cost of filling the pipeline."""
+    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t, with t and r as in the module's docstring."""
     bulk = carried_bytes / link.reached_bytes_per_s
     return min(bulk, 2 * sqrt(bulk * link.ramp_bytes / link.reached_bytes_per_s))
 
 
 def _around(group: GroupLinks) -> float:
-    """Latency of a full round of a ring: size - 1 hops, nodes - 1 of them over the network.
+    """Seconds of latency of a full round of a ring: size - 1 hops, of which nodes - 1 cross the network.
 
-    The same numbers as in NCCL's tuner (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
+    NCCL's tuner counts the same hops (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
     """
     return _steps(group.size - group.nodes, group.nodes - 1, group)
 
@@ -254,7 +261,7 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
 
 
 def _start(group: GroupLinks) -> float:
-    """The start of the slowest link used, for each phase."""
+    """Seconds of start of one phase: those of the link in use that starts most slowly."""
     return max(link.start_s for link in group.links)
 
 

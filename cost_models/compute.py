@@ -4,11 +4,11 @@
 
 Matrix products have tile and wave quantisation (NVIDIA, "Matrix Multiplication Background User's Guide"). The output is
 cut into tile_m x tile_n tiles. `units` processors compute one tile each at a time, and the last wave may be incomplete.
-The efficiency of a device is that of long runs. With random operands the power limit keeps the clock below nominal, at
-257 of 312 TFLOP/s on an A100. The source is He 2024, "Strangely, matrix multiplications on GPUs run faster when given
-predictable data".
+A device's efficiency is that of long runs with random operands. There the power limit keeps the clock below nominal,
+and an A100 reaches 257 of 312 TFLOP/s. The source is He 2024, "Strangely, matrix multiplications on GPUs run faster
+when given predictable data".
 
-Fused attention has the curves of `device.AttentionCurve`.
+Fused attention follows the formula of `device.AttentionCurve`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
 def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> float:
     """Seconds to move bytes: bytes / (memory_bandwidth * memory_efficiency), or by a measured curve of the device.
 
-    `kernel` names the curve. A device with other curves only uses that of plain kernels.
+    `kernel` names the curve. If a device with curves has none of this name, its curve `MEMORY` counts.
     """
     if bytes_moved < 0:
         raise CostArgumentError(f"bytes_moved={bytes_moved!r} is negative.")
@@ -41,7 +41,7 @@ def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> flo
 
 
 def accumulation_time(gradient_bytes: float, device: Device) -> float:
-    """Seconds to add a gradient to the running sum: two reads and a write."""
+    """Seconds to add a gradient to its sum over micro-batches: two reads and a write of `gradient_bytes` each."""
     return memory_time(3 * gradient_bytes, device)
 
 
@@ -67,8 +67,8 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
         waves = ceil(batch * ceil(m / tile_m) * ceil(n / tile_n) / units)
         time = launch + max(waves * units * 2 * tile_m * tile_n * (k + fill) / rate, bytes / bandwidth)
 
-    The fastest of the library's tiles counts: the device's own, and smaller tiles down to 32 on a side. `rate` is
-    peak * efficiency, less for a smaller tile; `fill` is tile_overhead_bytes / itemsize, of `MatmulCurve`.
+    The fastest of the library's tiles counts: the device's own, or a smaller tile down to 32 on a side. `rate` is
+    peak * efficiency, and less for a smaller tile. `fill` is tile_overhead_bytes / itemsize (`MatmulCurve`).
     """
     shape = MatmulShape(m, n, k, batch)
     device.peak(dtype)
@@ -79,7 +79,7 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
 def work_time(work: Work, device: Device, operator: str = "") -> float:
     """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, all else by roofline.
 
-    A measured device may have a curve for the operator's name, which then counts (`Device.throughput`).
+    If a measured device has a curve for the operator's name, the curve counts instead (`Device.throughput`).
     """
     moved, kernel = work.bytes_read + work.bytes_written, kernel_of(operator)
     if kernel in device.throughput:
@@ -95,15 +95,16 @@ def work_time(work: Work, device: Device, operator: str = "") -> float:
 
 
 def known_time(work: Work, device: Device) -> float:
-    """Seconds of an operator outside its measured curve: its launches, and products other than attention's."""
+    """Seconds of an operator that its measured curve does not include: its launches and its matrix products.
+
+    The products of attention are part of its curve.
+    """
     products = sum(_product_time(product, work.dtype, device) for product in work.products)
     return work.steps * device.launch_latency_s + products
 
 
 def curve_bytes(work: Work) -> float:
-    """The size by which an operator's measured curve is read (`throughput`): bytes moved, or for attention
-    `attended_bytes`.
-    """
+    """Bytes at which an operator's measured curve is read (`throughput`): bytes moved, or `attended_bytes`."""
     if work.attention is None:
         return work.bytes_read + work.bytes_written
     return attended_bytes(work.attention, work.dtype)
@@ -112,8 +113,8 @@ def curve_bytes(work: Work) -> float:
 def attended_bytes(shape: AttentionShape, dtype: str) -> float:
     """Bytes that torch's fused attention for CPUs would read from keys and values if it read them for each query.
 
-    Causal attention continues to the end of a block of keys. The softmax of a score costs as much as that many further
-    columns. A core with AVX-512 took 1.2 and 2.0 ns for a score of 32 and 64 columns, and backward 2.7 and 5.0.
+    Causal attention continues to the end of a block of keys. The softmax of a score costs as much as `_SOFTMAX_COLUMNS`
+    further columns. A core with AVX-512 took 1.2 and 2.0 ns for a score of 32 and 64 columns, and backward 2.7 and 5.0.
     """
     keys = min(shape.keys, (shape.keys + _KEY_BLOCK) / 2) if shape.causal else shape.keys
     columns = (shape.depth + shape.value_depth) / 2 + _SOFTMAX_COLUMNS[shape.backward]
@@ -135,7 +136,7 @@ def _arithmetic_time(flops: float, dtype: str, device: Device, kind: Kind) -> fl
 
 
 def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
-    """Arithmetic and softmax of a fused attention, without launch and operands."""
+    """Seconds of the products and the softmax of a fused attention, without launch and memory."""
     peak = device.peak(dtype)
     if not device.attention:
         return shape.flops / (peak * device.attention_efficiency)
@@ -154,7 +155,7 @@ def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
 
 
 def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
-    """The fastest tile's time: waves of tiles at the device's rate, without launch and memory."""
+    """Seconds of matrix products with the fastest tile, without launch and memory."""
     m, n, k, batch = shape
     curve = device.matmul
     rate = device.matmul_rate(dtype)
@@ -171,7 +172,10 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
 
 
 def _is_misaligned(n: int, k: int, dtype: str) -> bool:
-    """Whether rows of n or k elements, in a dtype of the tensor cores, start off `ALIGNED_BYTES`; single ones never."""
+    """Whether rows of n or of k elements do not all start at multiples of `ALIGNED_BYTES`, which tensor cores need.
+
+    The answer is False for dtypes without tensor cores, and if n or k is one.
+    """
     if dtype not in _TENSOR_CORE_DTYPES or 1 in (n, k):
         return False
     return any(extent * ITEMSIZE[dtype] % ALIGNED_BYTES for extent in (n, k))
@@ -179,7 +183,10 @@ def _is_misaligned(n: int, k: int, dtype: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _tiles(tile_m: int, tile_n: int, load_share: float) -> tuple[tuple[int, int, float], ...]:
-    """(tile_m, tile_n, FLOPs per unit of k, slowdown included) of every tile that a library offers."""
+    """Return (tile_m, tile_n, cost) of every tile that a library offers, given the device's own tile.
+
+    The cost is the tile's FLOPs for each unit of k, multiplied by the slowdown of a smaller tile.
+    """
     sizes = {(max(32, tile_m >> i), max(32, tile_n >> j)) for i in range(3) for j in range(3)}
     least = 1 / tile_m + 1 / tile_n
     slowdown = {(a, b): 1 + load_share * max(0.0, (1 / a + 1 / b) / least - 1) for a, b in sizes}

@@ -1,15 +1,16 @@
-"""Hardware TOML files: a tree of constants, each with value, unit, source and date.
+"""Read and write TOML files of hardware: trees of constants, each with value, unit, source and date.
 
-name = "h100_sxm"
-architecture = "hopper"
-[memory_bytes]
-value = 85_524_150_681
-unit = "B"
-source = "nvidia-smi total 79.65 GiB, ..."
-date = "2026-11-20"
+    name = "h100_sxm"
+    architecture = "hopper"
+    [memory_bytes]
+    value = 85_524_150_681
+    unit = "B"
+    source = "nvidia-smi total 79.65 GiB, ..."
+    date = "2026-11-20"
 
 A number without a confirming measurement also carries `interval = [low, high]`, its believed range. Constants common to
-several files are in a file of their own, which the files name (`architecture`, `fabric`, `network`); see `overlay`.
+several files are in a file of their own, which these files name (`architecture`, `fabric`, `network`). `overlay` adds
+the constants of such a file.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class HardwareFile:
     origin: str
 
     def text(self, key: str) -> str:
-        """A top-level string. Raises HardwareFileError if it is missing."""
+        """Return a top-level string. Raises HardwareFileError if it is missing."""
         if key not in self.texts:
             raise HardwareFileError(f'{self.origin}: {key!r} is missing; add `{key} = "..."` at its top.')
         return self.texts[key]
 
     def number(self, path: str, unit: str) -> float:
-        """The constant at a dotted path, in `unit`. Raises HardwareFileError for a missing constant or another unit."""
+        """Return the constant at a dotted path. Raises HardwareFileError if it is missing or has another unit."""
         constant = self.constants.get(path)
         if constant is None:
             raise HardwareFileError(
@@ -70,19 +71,19 @@ class HardwareFile:
         return constant.value
 
     def count(self, path: str, unit: str) -> int:
-        """The constant at a dotted path, a whole number of `unit`. Raises HardwareFileError."""
+        """Return the constant at a dotted path, which must be a whole number of `unit`. Raises HardwareFileError."""
         value = self.number(path, unit)
         if value != int(value):
             raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a whole number of {unit} is needed.")
         return int(value)
 
     def family(self, prefix: str, unit: str) -> dict[str, float]:
-        """All constants under a table: {"bf16": ..., "f32": ...} for `peak_flops`."""
+        """Return all constants under a table, without its prefix: {"bf16": ..., "f32": ...} for `peak_flops`."""
         keys = [path for path in self.constants if path.startswith(prefix + ".")]
         return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
 
     def overlay(self, other: HardwareFile, prefix: str = "") -> HardwareFile:
-        """Add the constants of `other` below `prefix` ("intra."); constants of this file win."""
+        """Return this file with the constants of `other` added below `prefix` ("intra."); its own constants win."""
         below = {prefix + path: constant for path, constant in other.constants.items()}
         return HardwareFile(dict(other.texts) | dict(self.texts), below | dict(self.constants), self.origin)
 
@@ -105,7 +106,10 @@ def read(path: Path) -> HardwareFile:
 
 @lru_cache(maxsize=256)
 def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
-    """The file as it was at a time: plans are priced by the thousand, and each reads a dozen files."""
+    """Parse a file; the time of its last change and its size are part of the cache's key.
+
+    The cache matters because plans are priced by the thousand, and each reads a dozen files.
+    """
     return parse(read_document(path), str(path))
 
 
@@ -134,7 +138,7 @@ _LARGEST: Mapping[str, float] = {"s": 1e6}
 _LARGEST_OF_OTHERS = 1e24
 _RATES = ("B/s", "FLOP/s")
 _DIVISORS = ("efficiency", "memory_efficiency", "bandwidth_share", "units", "tile_m", "tile_n", "devices_per_nic")
-"""Parts of the paths of constants used as divisors."""
+"""Names in the paths of constants by which something is divided, so that zero is refused."""
 
 
 def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterator[tuple[str, Constant]]:
@@ -190,12 +194,12 @@ def _interval(table: Mapping[str, object], value: float, path: str, origin: str)
 
 
 def names(folder: str) -> tuple[str, ...]:
-    """Names of the data files in `devices`, `nodes`, `architectures`, `fabrics` or `networks`."""
+    """Return the names of the data files in a folder of `data`, e.g. "devices", "nodes" or "networks"."""
     return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
 
 
 def load(folder: str, name: str) -> HardwareFile:
-    """The data file of a device, node type, and so on. Raises UnknownHardwareError, which lists the known names."""
+    """Read the data file of a device, node type etc. Raises UnknownHardwareError, which lists the known names."""
     if not isinstance(name, str):
         kind = folder.removesuffix("s")
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
@@ -217,7 +221,7 @@ def _suggestion(folder: str, name: str) -> str:
 
 
 def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:
-    """The TOML text of a file, for `read`: texts first, then one table per constant."""
+    """Return the TOML text of a file that `read` can parse: texts first, then one table for each constant."""
     lines = [f"{key} = {_quote(value)}" for key, value in texts.items()]
     for path, constant in constants.items():
         lines += ["", f"[{path}]", f"value = {constant.value!r}"]

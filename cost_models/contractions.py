@@ -29,7 +29,7 @@ def _products(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ..
     *("aten.mv.default", "aten._scaled_mm.default", "aten._int_mm.default", "aten.inner.default"),
 )
 def matmul(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """[..., m, k] @ [k, n] (or a weight [n, k]): 2 * m * n * k; leading dims count as rows."""
+    """Count [..., m, k] @ [k, n] (or a weight [n, k]): 2 * m * n * k FLOPs; leading dims count as rows."""
     left, result = inputs[0].shape, outputs[0].shape
     k = left[-1]
     rows = prod(left[:-1])
@@ -39,41 +39,44 @@ def matmul(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.addmm.default", "aten.addmv.default")
 def addmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """bias + [m, k] @ [k, n]."""
+    """Count bias + [m, k] @ [k, n] as the product alone."""
     (m, k), n = inputs[1].shape, outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
     return _products(inputs, outputs, (MatmulShape(m, n, k),))
 
 
 @operator_cost("aten.bmm.default")
 def bmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """[b, m, k] @ [b, k, n]."""
+    """Count [b, m, k] @ [b, k, n] as b products."""
     batch, m, k = inputs[0].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[1].shape[2], k, batch),))
 
 
 @operator_cost("aten.addbmm.default")
 def addbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """bias [m, n] + the sum over b of [b, m, k] @ [b, k, n]: one product with b * k contracted."""
+    """Count bias [m, n] + the sum over b of [b, m, k] @ [b, k, n] as one product that contracts b * k."""
     batch, m, k = inputs[1].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], batch * k),))
 
 
 @operator_cost("aten.ger.default", "aten.outer.default", "aten.addr.default", "aten.kron.default")
 def outer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """One product for each element of the result, bound by writing it."""
+    """Count an outer product, one multiplication for each element of the result, as bound by memory."""
     return memory_bound(inputs, outputs)
 
 
 @operator_cost("aten.baddbmm.default")
 def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """bias + [b, m, k] @ [b, k, n]."""
+    """Count bias + [b, m, k] @ [b, k, n] as b products."""
     batch, m, k = inputs[1].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], k, batch),))
 
 
 @operator_cost("aten.einsum.default")
 def einsum(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (equation, tensors). Operands are contracted from left to right, two at a time."""
+    """Count an einsum as products of two operands at a time, from left to right.
+
+    arguments: (equation, tensors). An ellipsis raises UnknownOperatorError.
+    """
     equation = str(arguments[0]).replace(" ", "")
     terms, _, result = equation.partition("->")
     if "." in equation:
@@ -93,7 +96,11 @@ def _named(part: str, tensor: TensorInfo) -> list[tuple[str, int]]:
 
 
 def _pair_product(left: str, right: str, needed: set[str], extents: Mapping[str, int]) -> MatmulShape:
-    """Indices in both and needed are a batch, in both and not needed contracted, in one alone rows or columns."""
+    """Return the product of two operands of an einsum, given by their indices.
+
+    An index of both operands is a batch if a later operand or the result needs it; otherwise it is contracted. An index
+    of one operand is a row or a column.
+    """
     both = set(left) & set(right)
 
     def size(indices: set[str]) -> int:
@@ -105,7 +112,7 @@ def _pair_product(left: str, right: str, needed: set[str], extents: Mapping[str,
 
 @operator_cost("aten.tensordot.default")
 def tensordot(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (left, right, dims of left, dims of right)."""
+    """Count a tensordot as one product. arguments: (left, right, dims of left, dims of right)."""
     dims = tuple(arguments[2])  # type: ignore[arg-type]
     contracted = prod(inputs[0].shape[dim] for dim in dims)
     rows, columns = prod(inputs[0].shape) // contracted, prod(inputs[1].shape) // contracted
@@ -114,7 +121,7 @@ def tensordot(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.chain_matmul.default", "aten.linalg_multi_dot.default")
 def chain(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """The cheapest order of products (Cormen et al., Introduction to Algorithms, section 15.2)."""
+    """Count a chain of products in the cheapest order (Cormen et al., Introduction to Algorithms, section 15.2)."""
     shapes = [tensor.shape if len(tensor.shape) == 2 else (1, *tensor.shape) for tensor in inputs[:1]]
     shapes += [tensor.shape if len(tensor.shape) == 2 else (*tensor.shape, 1) for tensor in inputs[1:]]
     return _products(inputs, outputs, _cheapest_chain((shapes[0][0], *(shape[1] for shape in shapes))))
@@ -122,7 +129,7 @@ def chain(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @lru_cache(maxsize=1024)
 def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
-    """Products of matrices [extents[i], extents[i + 1]]."""
+    """Return the cheapest products that multiply the matrices [extents[i], extents[i + 1]] for all i, in order."""
     if len(extents) <= 2:
         return ()
     choices = [
@@ -138,7 +145,10 @@ def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
 
 @operator_cost("aten.bilinear.default")
 def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """x1 [..., i], x2 [..., j], weight [o, i, j]. The weights multiply x1, then each row is multiplied by its x2."""
+    """Count a bilinear layer, with inputs x1 [..., i], x2 [..., j] and weight [o, i, j].
+
+    First the weights multiply x1. Then each row of the result is multiplied by its row of x2.
+    """
     rows = prod(inputs[0].shape[:-1])
     out, left, right = inputs[2].shape
     return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
@@ -146,8 +156,9 @@ def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._cdist_forward.default")
 def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """[..., p, m] to [..., r, m]: 2 * p * r * m FLOPs and more, counted as a product (exact for p = 2 with large p
-    and r).
+    """Count the distances from [..., p, m] to [..., r, m] as a product of 2 * p * r * m FLOPs.
+
+    The count is exact for Euclidean distances of many points, which torch computes by a product.
     """
     batch, points, depth = _rows_of(inputs[0])
     return _products(inputs, outputs, (MatmulShape(points, inputs[1].shape[-2], depth, batch),))
@@ -155,7 +166,10 @@ def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._cdist_backward.default")
 def cdist_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """inputs: (grad [..., p, r], x1 [..., p, m], x2 [..., r, m], distances); each distance's m terms count twice."""
+    """Count the gradient of distances as two products: each distance's m terms count twice.
+
+    inputs: (grad [..., p, r], x1 [..., p, m], x2 [..., r, m], distances).
+    """
     batch, points, depth = _rows_of(inputs[1])
     others = inputs[2].shape[-2]
     return _products(inputs, outputs, 2 * (MatmulShape(points, depth, others, batch),))
@@ -170,7 +184,7 @@ def _rows_of(tensor: TensorInfo) -> tuple[int, int, int]:
     *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "transformers.grouped_mm_fallback.default")
 )
 def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """A product for each group; the dim that is grouped (rows, columns or contracted) is taken as cut evenly."""
+    """Count one product for each group. The grouped dim (rows, columns or contracted) is taken to be cut evenly."""
     left, right = inputs[0].shape, inputs[1].shape
     rows, contracted, columns = left[-2], left[-1], right[-1]
     match len(left), len(right):
@@ -188,7 +202,10 @@ def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("transformers.grouped_mm_fallback_backward.default")
 def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (x [s, k], weight [e, k, n], offsets, grad [s, n]); one product for each gradient."""
+    """Count one grouped product for each of the two gradients.
+
+    arguments: (x [s, k], weight [e, k, n], offsets, grad [s, n]).
+    """
     (rows, contracted), (groups, _, columns) = inputs[0].shape, inputs[1].shape
     mean = ceil(rows / groups)
     products = (MatmulShape(mean, contracted, columns, groups), MatmulShape(contracted, columns, mean, groups))
@@ -196,7 +213,10 @@ def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments)
 
 
 def _convolution_product(pixels: int, weight: tuple[int, ...], groups: int) -> MatmulShape:
-    """Implicit GEMM: pixels x (channels out per group) x (channels in per group * kernel), for each group."""
+    """Return the implicit matrix product of a convolution, one for each group.
+
+    Its sizes m, n, k are pixels, output channels of a group, and input channels of a group times kernel size.
+    """
     return MatmulShape(pixels, max(1, weight[0] // groups), prod(weight[1:]), groups)
 
 
@@ -206,7 +226,10 @@ def _pixels(tensor: TensorInfo) -> int:
 
 @operator_cost("aten.convolution.default", "aten._convolution.default")
 def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    """Count a convolution as an implicit matrix product.
+
+    arguments: (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups).
+    """
     transposed, groups = bool(arguments[6]), int(arguments[8])  # type: ignore[call-overload]
     pixels = _pixels(inputs[0] if transposed else outputs[0])
     return _products(inputs, outputs, (_convolution_product(pixels, inputs[1].shape, groups),))
@@ -214,9 +237,9 @@ def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work
 
 @operator_cost("aten.convolution_backward.default")
 def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (grad, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, mask).
+    """Count one product of the forward's size for each requested gradient, of the input and of the weight.
 
-    One product of the forward's size for each requested gradient, grad_input and grad_weight.
+    arguments: (grad, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, mask).
     """
     transposed, groups = bool(arguments[7]), int(arguments[9])  # type: ignore[call-overload]
     wanted = sum(bool(flag) for flag in tuple(arguments[10])[:2])  # type: ignore[arg-type]
@@ -227,9 +250,9 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 def _attention(
     inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
 ) -> Work:
-    """The work of attention; for split causal queries, that of the rank with the last piece.
+    """Count attention. If ranks have pieces of causal queries, count the rank with the last piece.
 
-    All other ranks wait for it. It sees all keys but half as many as it has queries.
+    All other ranks wait for this rank. On average, its queries see all keys but half as many as it has queries.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape
@@ -242,7 +265,7 @@ def _attention(
 
 
 def _is_placed_by_rank(arguments: tuple[object, ...]) -> bool:
-    """Whether a call of ours starts at a different query on each rank, because its `offset` is no number."""
+    """Whether a call of `autoshard::attention` starts at a different query on each rank: its `offset` is no number."""
     offset = arguments[-2] if len(arguments) > 2 else None
     return isinstance(offset, Sequence) and len(offset) == 4 and offset[2] is None
 
@@ -269,18 +292,27 @@ BACKWARD = {
 
 @operator_cost("autoshard.packed_attention.default")
 def packed_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (q, k, v, query_starts, key_starts, is_causal, window, scale); see `_packed_attention`."""
+    """Count attention of packed sequences, taken to be equally long.
+
+    arguments: (q, k, v, query_starts, key_starts, is_causal, window, scale).
+    """
     return _packed_attention(inputs, outputs, 0, bool(arguments[5]))
 
 
 @operator_cost("autoshard.packed_attention_backward.default")
 def packed_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (grad_out, q, k, v, out, lse, query_starts, key_starts, is_causal, window, scale)."""
+    """Count the gradient of attention of packed sequences, taken to be equally long.
+
+    arguments: (grad_out, q, k, v, out, lse, query_starts, key_starts, is_causal, window, scale).
+    """
     return _packed_attention(inputs, outputs, 1, bool(arguments[8]))
 
 
 def _packed_attention(inputs: Tensors, outputs: Tensors, first: int, causal: bool) -> Work:
-    """Sequences [S, H, D] whose lengths a trace does not know count as equally long, without a window."""
+    """Count attention of packed sequences, with q, k, v of [S, H, D] from operand `first` on.
+
+    A trace does not know the sequences' lengths, so they count as equally long, without a window.
+    """
     q, k, v = inputs[first : first + 3]
     sequences = inputs[-1].shape[0] - 1
     queries, keys = (ceil(x.shape[0] / sequences) for x in (q, k))

@@ -1,4 +1,4 @@
-"""The table of operator costs, how to add to it, and how bytes are counted."""
+"""The table of operator costs (`TABLE`), a decorator that adds to the table, and functions that count bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8"})
 
 
 def operator_cost(*names: str) -> Callable[[Counter], Counter]:
-    """Register a counter (inputs, outputs, arguments) -> Work. A second entry for a name raises ValueError."""
+    """Return a decorator that registers a counter for operators of these names.
+
+    A counter takes (inputs, outputs, arguments) and returns `Work`. A second counter for a name raises ValueError.
+    """
 
     def register(counter: Counter) -> Counter:
         for name in names:
@@ -29,19 +32,19 @@ def operator_cost(*names: str) -> Callable[[Counter], Counter]:
 
 
 def size_bytes(tensors: Sequence[TensorInfo]) -> int:
-    """Bytes of all tensors together."""
+    """Return the bytes of all tensors together."""
     return sum(prod(shape) * itemsize for shape, itemsize, _ in tensors)
 
 
 def numel(tensor: TensorInfo) -> int:
-    """Number of elements."""
+    """Return the number of elements of a tensor."""
     return prod(tensor.shape)
 
 
 def compute_dtype(tensors: Sequence[TensorInfo]) -> str:
-    """Dtype name of the arithmetic: that of the first floating operand; "f32" if there is none.
+    """Return the dtype name of an operator's arithmetic: that of the first floating tensor, "f32" without one.
 
-    Complex numbers are computed in their parts' dtype ("c128" in "f64"), and any float8 format counts as "f8".
+    Complex numbers are computed in the dtype of their parts ("c128" in "f64"). Any float8 format counts as "f8".
     """
     for tensor in tensors:
         if tensor.dtype in _FLOATS:
@@ -54,13 +57,14 @@ def compute_dtype(tensors: Sequence[TensorInfo]) -> str:
 
 
 def is_complex(tensors: Sequence[TensorInfo]) -> bool:
-    """Whether an operand is complex: a multiply-add of complex numbers is four of real ones."""
+    """Whether an operand is complex. A multiply-add of complex numbers takes four multiply-adds of real numbers."""
     return any(tensor.dtype in _PARTS for tensor in tensors)
 
 
 def memory_bound(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], _: tuple[object, ...] = ()) -> Work:
-    """Work of an operator that reads operands once and writes results once, with one FLOP per element of the
-    largest.
+    """Return the work of an operator that reads each operand once and writes each result once.
+
+    It has one FLOP for each element of its largest tensor.
     """
     if not outputs:
         return FREE

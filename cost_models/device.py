@@ -12,12 +12,17 @@ from cost_models.throughput import Curve, curves_of, numbers_of
 
 @dataclass(frozen=True, slots=True)
 class MatmulCurve:
-    """How matrix products use a device: `units` processors (SMs) each compute a tile_m x tile_n tile at a time.
+    """How matrix products use a device.
 
-    A tile's fill and drain cost as much as `tile_overhead_bytes` more of each row of its operands (k * itemsize).
-    Smaller tiles load more per FLOP; `tile_load_share` of that excess is not hidden.
-    `efficiency`: by dtype name, the fraction of peak reached in the limit of large sizes (power and issue limits).
-    `misaligned_slowdown`: how much longer a 16 or 8 bit product takes whose rows do not start at multiples of 16 bytes.
+    Args:
+        units: number of processors (SMs), each of which computes one tile at a time.
+        tile_m, tile_n: rows and columns of the largest tile of the result.
+        tile_overhead_bytes: cost of a tile's fill and drain, as bytes by which each row of its operands would be
+            longer. A row has k * itemsize bytes.
+        tile_load_share: share that is not hidden of the additional loads of smaller tiles, which load more per FLOP.
+        efficiency: dtype name to the fraction of peak reached in the limit of large sizes (power and issue limits).
+        misaligned_slowdown: factor on the time of a 16 or 8 bit product if its rows do not start at multiples of 16
+            bytes.
     """
 
     units: int
@@ -38,9 +43,10 @@ class AttentionCurve:
     Args:
         efficiency: fraction of peak in the limit of deep heads and long sequences.
         softmax_depth: head depth at which the exponentials of a block take as long as its products.
-        overhead_keys: time of each query block's prologue and epilogue, in keys.
-        diagonal_keys: time of the masked part of the blocks on the diagonal, in keys; counts when causal.
-        block_queries: queries that one processor works on at a time.
+        overhead_keys: time of each query block's prologue and epilogue, as a number of keys that take as long.
+        diagonal_keys: time of the masked part of the blocks on the diagonal, likewise as keys; it is part of
+            `idle_keys` only in causal attention.
+        block_queries: number of queries that one processor works on at a time.
     """
 
     efficiency: float
@@ -52,13 +58,13 @@ class AttentionCurve:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """Both directions of a fused attention kernel ("flash2")."""
+    """The curves of both directions of a fused attention kernel, e.g. "flash2"."""
 
     forward: AttentionCurve
     backward: AttentionCurve
 
     def slowed(self, factor: float) -> AttentionKernel:
-        """The kernel with all times multiplied by `factor`."""
+        """Return the kernel with all times multiplied by `factor`."""
         both = (replace(each, efficiency=each.efficiency / factor) for each in (self.forward, self.backward))
         return AttentionKernel(*both)
 
@@ -86,8 +92,9 @@ class Device:
         matmul: efficiency of matrix products.
         attention_efficiency: fraction of peak for attention without a known kernel curve (a CPU).
         attention: fused attention kernels of the device, by name; the first is in use.
-        dispatch_s: host's time to issue one operator, by runtime: "eager" (PyTorch's dispatcher), "graph" (a captured
-            CUDA graph), "blocking" (the host waits for each kernel). Empty if operators are not issued ahead (a CPU).
+        dispatch_s: seconds of host time to issue one operator, by runtime. "eager" is PyTorch's dispatcher, "graph" a
+            captured CUDA graph; with "blocking" the host waits for each kernel. Empty if operators are not issued ahead
+            (a CPU).
         throughput: measured curves of kernels by the operator's name, and of all other kernels as "memory", in the form
             of `cost_models.throughput`. Empty if bandwidth and the curves above suffice (a GPU).
         host_link: link to the host's memory; None if both share their memory (a CPU), or if the link is unknown.
@@ -124,7 +131,7 @@ class Device:
         return self.host_link
 
     def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s for a dtype name. Raises UnknownHardwareError if it is not in the device's file."""
+        """Return the dense peak in FLOP/s for a dtype name. Raises UnknownHardwareError if the file lacks it."""
         if dtype not in self.peak_flops:
             raise UnknownHardwareError(
                 f"Device {self.name!r} has no peak_flops.{dtype}. Known: {', '.join(self.peak_flops)}. "
@@ -133,7 +140,7 @@ class Device:
         return self.peak_flops[dtype]
 
     def matmul_rate(self, dtype: str) -> float:
-        """FLOP/s of large matrix products: peak * efficiency. Raises UnknownHardwareError as `peak` does."""
+        """Return the FLOP/s of large matrix products: peak * efficiency. Raises UnknownHardwareError as `peak` does."""
         peak = self.peak(dtype)
         if dtype not in self.matmul.efficiency:
             raise UnknownHardwareError(
@@ -143,7 +150,7 @@ class Device:
         return peak * self.matmul.efficiency[dtype]
 
     def with_attention(self, kernel: str) -> Device:
-        """The device with another fused attention kernel in use ("flash3"). Raises UnknownHardwareError."""
+        """Return the device with another fused attention kernel in use ("flash3"). Raises UnknownHardwareError."""
         if kernel not in self.attention:
             raise UnknownHardwareError(
                 f"Device {self.name!r} has no attention kernel {kernel!r}. Known: {', '.join(self.attention)}. "
@@ -152,7 +159,7 @@ class Device:
         return replace(self, attention={kernel: self.attention[kernel]} | dict(self.attention))
 
     def slowed(self, factor: float) -> Device:
-        """The device with kernel times multiplied by `factor` and the same peak."""
+        """Return the device with the times of its kernels multiplied by `factor`, and with the same peak."""
         if factor == 1:
             return self
         products = {name: share / factor for name, share in self.matmul.efficiency.items()}
@@ -165,7 +172,10 @@ class Device:
         )
 
     def dispatch(self, how: str) -> float:
-        """Seconds of host time per operator issued; 0 where the device is its own host. Raises UnknownHardwareError."""
+        """Return the seconds of host time to issue one operator; 0 if the device is its own host.
+
+        Raises UnknownHardwareError if the device's file lacks the runtime `how`.
+        """
         if not self.dispatch_s:
             return 0.0
         if how not in self.dispatch_s:
@@ -215,7 +225,7 @@ def _host_link(file: HardwareFile) -> HostLink | None:
 
 
 def _plain_attention_efficiency(file: HardwareFile) -> float:
-    """The file's own value, or the limit of the kernel in use. It is read only for calls of unknown shape."""
+    """Return the file's own value, or the efficiency of the kernel in use. Only calls of unknown shape need it."""
     names = _kernel_names(file)
     if names and "attention_efficiency" not in file.constants:
         return _kernel(file, names[0]).forward.efficiency
@@ -226,7 +236,7 @@ _CURVE_FIELDS = ("efficiency", "softmax_depth", "overhead_keys", "diagonal_keys"
 
 
 def _kernel_names(file: HardwareFile) -> list[str]:
-    """Kernels in the order of the file, except that the kernel named by its text `attention_kernel` comes first."""
+    """Return the names of a file's attention kernels; the kernel that its text `attention_kernel` names comes first."""
     names = dict.fromkeys(path.split(".")[1] for path in file.constants if path.startswith("attention."))
     used = file.texts.get("attention_kernel")
     return sorted(names, key=lambda name: name != used)
@@ -241,7 +251,7 @@ def _kernel(file: HardwareFile, name: str) -> AttentionKernel:
 
 
 def device_numbers(unit: Device) -> dict[str, tuple[float, str]]:
-    """The constants of a device's file: dotted path to (value, unit)."""
+    """Return the constants of a device's file: dotted path to (value, unit)."""
     curves = {
         f"attention.{name}.{direction}.{key}": (getattr(getattr(kernel, direction), key), "1")
         for name, kernel in unit.attention.items()

@@ -1,10 +1,10 @@
-"""Errors of the cost models. Unknown hardware or operators raise, with advice how to add them."""
+"""Errors of the cost models. Messages about unknown hardware or operators say how to add them."""
 
 from __future__ import annotations
 
 
 class CostModelError(Exception):
-    """Base of every error raised here."""
+    """Base class of all errors of the cost models."""
 
 
 class UnknownHardwareError(CostModelError, LookupError):
@@ -24,4 +24,4 @@ class TopologyError(CostModelError, ValueError):
 
 
 class CostArgumentError(CostModelError, ValueError):
-    """A negative byte, FLOP or group size, or a timeline that is not a DAG."""
+    """An argument of a cost model is impossible, e.g. a negative number of bytes, or an unknown pipeline schedule."""

@@ -1,6 +1,6 @@
-"""Exchanges between ranks inside calls, and their temporary memory, by operator.
+"""Exchanges between ranks inside calls, and the temporary memory of calls, by operator.
 
-Such an operator (`autoshard.kernels.exchange`) is one call of a program, with collectives inside.
+An operator such as ring attention is one call of a program, but communicates inside (`autoshard.kernels.exchange`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Arguments = tuple[object, ...]
 
 
 class Exchanged(NamedTuple):
-    """An exchange inside a call.
+    """One exchange inside a call.
 
     Args:
-        size_bytes: bytes of the busiest sender, including its own share.
-        is_shift: whether all bytes go to the next rank; otherwise each rank gets a share.
+        size_bytes: bytes that the busiest rank has to distribute, including the share that stays on the rank.
+        is_shift: whether all bytes go to the next rank of a ring; otherwise each rank gets a share (an all-to-all).
         beside: share of the call's own computation that overlaps with the exchange.
     """
 
@@ -31,11 +31,11 @@ class Exchanged(NamedTuple):
     beside: float = 0.0
 
     def sent_bytes(self, ranks: int) -> float:
-        """Bytes that leave the rank."""
+        """Return the bytes that leave the rank, in a group of so many ranks."""
         return self.size_bytes if self.is_shift else (1 - 1 / ranks) * self.size_bytes
 
     def waited_s(self, group: GroupLinks, computed_s: float, overlap: Overlap | None) -> float:
-        """Seconds that the exchange adds to a call with `computed_s` of computation."""
+        """Return the seconds that the exchange adds to a call with `computed_s` seconds of computation."""
         sent_s = (shift_time if self.is_shift else all_to_all_time)(self.size_bytes, group)
         if overlap is None:
             return sent_s
@@ -43,7 +43,10 @@ class Exchanged(NamedTuple):
 
 
 EXCHANGES: dict[str, Callable[[Tensors, Arguments], list[Exchanged]]] = {}
-"""The exchanges of a call, in order, given its local operands and its arguments."""
+"""Operator name to a function that returns a call's exchanges in order, given its local operands and its arguments."""
 
 WORKSPACE_BYTES: dict[str, Callable[[Tensors, Arguments], float]] = {}
-"""The most bytes beside operands and results during a call, given its local operands and its arguments."""
+"""Operator name to a function that returns the most bytes in use during a call, beside operands and results.
+
+The function takes the call's local operands and its arguments.
+"""

@@ -1,7 +1,11 @@
 """FLOPs and bytes of layers of experts (entries of `counting.TABLE`), and their exchanges between ranks.
 
-The tokens' choice of experts is unknown in advance, so experts are assumed equally likely. If ranks have different
-experts, all ranks wait for the busiest one, which gets more than the mean even then (`busiest_rows`).
+Shapes: T tokens, k experts for each token, H hidden size, I intermediate size; g is 2 with a gate, else 1. A row is one
+token at one of its experts (an assignment), so there are R = T k rows. The first product of an expert is [H, g I], the
+second is [I, H].
+
+The tokens' choice of experts is unknown in advance, so all experts are assumed to be equally likely. If ranks have
+different experts, all ranks wait for the busiest rank, which gets more rows than the mean even then (`busiest_rows`).
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ from cost_models.work import Kind, MatmulShape, TensorInfo, Work
 
 _CLAMPED_SILU = "clamped_silu"
 _ALIGNED = 8
-"""Rows of an expert are counted in multiples of 8, of 16 bytes in 16 bits."""
+"""Rows of an expert are counted in multiples of 8, which are 16 bytes of 16-bit numbers."""
 
 
 def busiest_rows(rows: float, ranks: int) -> float:
     """Expected rows at the busiest of `ranks`, if each of `rows` goes to each rank with the same probability.
 
-    rows / n + sqrt(2 rows / n ln n), and no more than all: the largest load of n bins (Raab, Steger, "Balls into bins",
-    1998, theorem 1). An unbalanced router sends more rows there.
+    The number is rows / n + sqrt(2 rows / n ln n), at most all rows, for n ranks. It is the largest load of n bins
+    (Raab, Steger, "Balls into bins", 1998, theorem 1). An unbalanced router sends more rows to the busiest rank.
 
     Example:
         >>> busiest_rows(20_000, 1), round(busiest_rows(20_000, 8))
@@ -32,33 +36,39 @@ def busiest_rows(rows: float, ranks: int) -> float:
 
 
 def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down)."""
+    """Count the forward with `rows` rows on a rank: both products.
+
+    inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down).
+    """
     first, second = _products(inputs, rows)
     return _work(inputs, outputs, (first, second), rows, 1)
 
 
 def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """inputs: the gradient of the result, then those of the forward. The first product is made again."""
+    """Count the backward: the first product once more, and the products of all gradients.
+
+    inputs: the gradient of the result, then the inputs of the forward.
+    """
     first, second = _products(inputs[1:], rows)
     found = _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
     return found._replace(recomputed_flops=first.flops)
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
-    """The products for gradients of rows and of matrices."""
+    """Return the products of the backward: those for gradients of rows, then those for gradients of matrices."""
     shapes = (first, second)
     return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
-    """The product for the gradient of rows."""
+    """Return the product for the gradient of a product's rows."""
     return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
 
 
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
-    """Both products of the forward, with as many rows for each expert.
+    """Return both products of the forward, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
 
-    A grouped kernel takes any number of rows as fast as an aligned number, since its operands' rows stay aligned.
+    A grouped kernel takes any number of rows as fast as an aligned number, because its operands' rows stay aligned.
     """
     hidden, intermediate, gated = _widths(inputs)
     experts = inputs[-1].shape[0]
@@ -67,7 +77,7 @@ def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
 
 
 def _widths(inputs: Tensors) -> tuple[int, int, int]:
-    """H, I and g I."""
+    """Return H, I and g I of a layer."""
     hidden = inputs[0].shape[1]
     down, gate_up = inputs[-1].shape, inputs[3].shape
     elements = gate_up[1] * gate_up[2] * gate_up[3]
@@ -75,9 +85,10 @@ def _widths(inputs: Tensors) -> tuple[int, int, int]:
 
 
 def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], rows: float, passes: int) -> Work:
-    """Rows are copied to their experts and back, and each product's operands and results are moved once.
+    """Return the work of a layer with these products.
 
-    `passes`: how many operands of [R, H] are sorted by expert.
+    Rows are copied to their experts and back. Each product's operands and results are moved once. `passes` is the
+    number of operands [R, H] that are sorted by expert.
     """
     dtype, itemsize = compute_dtype(inputs), inputs[0].itemsize
     hidden = inputs[0].shape[1]
@@ -88,60 +99,69 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
-    """Assignments to `held` of `experts`, of all that a rank has: x = (tokens, index, ...)."""
+    """Return the rows of the busiest rank, if each rank holds `held` of `experts`; x = (tokens, index, ...)."""
     return busiest_rows(_assignments(x), max(1, experts // held))
 
 
 def _assignments(x: Tensors) -> int:
-    """T k, of x = (tokens, index, ...)."""
+    """Return T k, the number of a rank's own rows; x = (tokens, index, ...)."""
     return x[1].shape[0] * x[1].shape[1]
 
 
 @operator_cost("autoshard.experts.default")
 def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (x, index, weights, gate_up, gate_up_bias, down, experts, ...)."""
+    """Count a layer on the busiest rank. A rank may hold some of the experts, and computes the rows that choose these.
+
+    arguments: (x, index, weights, gate_up, gate_up_bias, down, experts, ...).
+    """
     return _forward(inputs, outputs, _own_rows(inputs, inputs[-1].shape[0], _count(arguments[6])))
 
 
 @operator_cost("autoshard.experts_backward.default")
 def experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (grad_out, x, index, weights, gate_up, gate_up_bias, down, experts, ...)."""
+    """Count the backward of `experts`.
+
+    arguments: (grad_out, x, index, weights, gate_up, gate_up_bias, down, experts, ...).
+    """
     return _backward(inputs, outputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7])))
 
 
 @operator_cost("autoshard.exchanged_experts.default")
 def exchanged_experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Each rank receives as many rows as it sends, and the busiest rank more."""
+    """Count a layer whose rows are exchanged between ranks, on the rank that receives most rows."""
     return _forward(inputs, outputs, _arriving(inputs, _count(arguments[6])))
 
 
 @operator_cost("autoshard.exchanged_experts_backward.default")
 def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Rows arrive as in `exchanged_experts`."""
+    """Count the backward of `exchanged_experts`, on the rank that receives most rows."""
     return _backward(inputs, outputs, _arriving(inputs[1:], _count(arguments[7])))
 
 
 @operator_cost("autoshard.exchanged_experts_keeping.default")
 def exchanged_experts_keeping(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """`exchanged_experts` also writes the saved values, so the work is equal."""
+    """Count `exchanged_experts` with values saved for the backward: its work is that of `exchanged_experts`."""
     return exchanged_experts(inputs, outputs[:1], arguments)
 
 
 @operator_cost("autoshard.exchanged_experts_kept_backward.default")
 def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (grad_out, index, weights, gate_up, gate_up_bias, down, rows, u, counts, experts, ...)."""
+    """Count the backward with saved rows and saved first products: the products of all gradients.
+
+    arguments: (grad_out, index, weights, gate_up, gate_up_bias, down, rows, u, counts, experts, ...).
+    """
     operands = _operands_of_kept(inputs)
     rows = _arriving(operands, _count(arguments[9]))
     return _work(operands, outputs, _gradients(*_products(operands, rows)), rows, 1)
 
 
 def _operands_of_kept(inputs: Tensors) -> Tensors:
-    """Operands of the forward as the kept backward has them: the gradient is like x."""
+    """Return the forward's operands from those of the kept backward; the gradient, which is like x, stands for x."""
     return inputs[:-3]
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Assignments that reach a rank, if each rank has x = (tokens, index, ..., down) of its own."""
+    """Return the rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 
@@ -152,16 +172,21 @@ def _count(experts: object) -> int:
 
 
 def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """All-to-alls: how many rows go where, rows there, and back; as many as the rank has that gets most."""
+    """Return the all-to-alls of the forward: numbers of rows for each expert, rows to their experts, results back.
+
+    Their bytes are those of the rank that receives most rows.
+    """
     experts = _count(arguments[6])
     rows = _arriving(inputs, experts) * _row_bytes(inputs[0])
     return [Exchanged(size) for size in (_counts_bytes(experts), rows, rows)]
 
 
 def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Rows, and gradients with their weights, to the experts; gradients of rows and of weights back.
+    """Return the all-to-alls of the backward.
 
-    The first product overlaps with incoming gradients, the gradients of matrices with outgoing gradients.
+    Numbers of rows, rows, and gradients with their router weights go to the experts. Gradients of rows and of weights
+    go back. The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the
+    gradients of rows on their way back.
     """
     operands, experts = inputs[1:], _count(arguments[7])
     arriving = _arriving(operands, experts)
@@ -173,7 +198,10 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Gradients of results with their weights to the experts; gradients of rows back, overlapped, and weights."""
+    """Return the all-to-alls of the backward with saved rows.
+
+    Gradients of results and router weights go to the experts. Gradients of rows (overlapped) and of weights go back.
+    """
     operands = _operands_of_kept(inputs)
     arriving = _arriving(operands, _count(arguments[9]))
     row, weight = arriving * _row_bytes(operands[0]), Exchanged(arriving * operands[2].itemsize)
@@ -185,22 +213,24 @@ def _row_bytes(x: TensorInfo) -> int:
 
 
 def _counts_bytes(experts: int) -> float:
-    """A number of eight bytes for each expert of all ranks."""
+    """Return the bytes of one eight-byte number for each expert of all ranks."""
     return 8.0 * experts
 
 
 def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
-    """The first product's result, beside `_workspace_keeping`."""
+    """Return the bytes of `_workspace_keeping` plus those of the first product's result."""
     _, _, gated = _widths(inputs)
     return _workspace_keeping(inputs, rows, activation, also=gated)
 
 
 def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: int = 0) -> float:
-    """Per row, the `also` values, and the largest of:
+    """Return the bytes of a forward's workspace, for `rows` rows on a rank: the larger of two peaks.
 
-    * at the gate: one half of the first product's result, or five halves;
-    * between both products: intermediate values, and results;
-    * results, weighed and not, and separately for each token.
+    * Around the second product, a row needs `also` values, and I values for the gate (five I if its activation is
+      clamped) or the second product's operand and result, I + H values.
+    * At the end, a row needs its result and its weighed result, and weighed results are copied into the tokens' order.
+
+    The order of the rows is in memory at both peaks.
     """
     hidden, intermediate, _ = _widths(inputs)
     halves = 5 if activation == _CLAMPED_SILU else 1
@@ -211,13 +241,17 @@ def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: i
 
 
 def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Rows and the first product's result, beside `_workspace_kept_backward`."""
+    """Return the bytes of `_workspace_kept_backward` plus those of the rows and of the first product's result."""
     hidden, _, gated = _widths(inputs[1:])
     return _workspace_kept_backward(inputs[1:], rows, activation, also=hidden + gated)
 
 
 def _workspace_kept_backward(operands: Tensors, rows: float, activation: object, also: int = 0) -> float:
-    """Per row, the `also` values; and gradients with five (or nine) halves at the gate, or the last products."""
+    """Return the bytes of a backward's workspace, for `rows` rows on a rank.
+
+    A row needs `also` values and the larger of two peaks. At the gate it needs a gradient and five I values (nine I if
+    the activation is clamped). Behind the gate it needs the operands and results of the last products.
+    """
     hidden, intermediate, gated = _widths(operands)
     at_gate = hidden + (9 if activation == _CLAMPED_SILU else 5) * intermediate
     behind = 3 * hidden + gated + 2 * intermediate
@@ -225,7 +259,7 @@ def _workspace_kept_backward(operands: Tensors, rows: float, activation: object,
 
 
 def _order_bytes(inputs: Tensors) -> int:
-    """The expert of each row and its origin."""
+    """Return the bytes of two eight-byte numbers for each row: its expert, and its place before sorting."""
     return 2 * 8 * _assignments(inputs)
 
 
@@ -251,7 +285,7 @@ WORKSPACE_BYTES.update(
         ),
     }
 )
-# These are 1.0 to 1.3 times the measured bytes of operators on one rank.
+# These functions return 1.0 to 1.3 times the measured bytes of operators on one rank.
 
 EXCHANGES.update(
     {

@@ -22,13 +22,13 @@ Arguments = tuple[object, ...]
 
 
 def lu_flops(m: int, n: int) -> float:
-    """n^2 (m - n / 3) for m >= n: 2/3 n^3 for a square."""
+    """FLOPs of an LU factorisation: n^2 (m - n / 3) for m >= n, which is 2/3 n^3 for a square matrix."""
     high, low = max(m, n), min(m, n)
     return low**2 * (high - low / 3)
 
 
 def qr_flops(m: int, n: int) -> float:
-    """QR with Householder reflectors that computes R only: 2 n^2 (m - n / 3) for m >= n."""
+    """FLOPs of QR with Householder reflectors that computes R only: 2 n^2 (m - n / 3) for m >= n."""
     high, low = max(m, n), min(m, n)
     return 2 * low**2 * (high - low / 3)
 
@@ -46,7 +46,7 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """The work of a blocked algorithm on a batch of matrices. It takes `columns / panel` sequential steps."""
+    """Return the work of a blocked algorithm on a batch of matrices, which takes `columns / panel` sequential steps."""
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)
@@ -75,9 +75,10 @@ _register(q_flops, "aten.linalg_householder_product.default")
 
 @operator_cost("aten.linalg_matrix_exp.default")
 def matrix_exp(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """A Taylor polynomial of degree 18, which takes 5 matrix products, then squarings (Bader, Blanes, Casas 2019).
+    """Count a matrix exponential: a Taylor polynomial of degree 18 in 5 products, then squarings.
 
-    The number of squarings is log2 of the matrix's norm. The norm depends on the values, so two squarings are assumed.
+    The number of squarings is log2 of the matrix's norm (Bader, Blanes, Casas 2019). The norm depends on the values, so
+    two squarings are assumed.
     """
     batch, n, _ = _matrix(inputs[0])
     return _factor(inputs, outputs, batch * 7 * 2 * n**3, n, extra_bytes=6 * size_bytes(inputs), panel=max(1, n // 7))
@@ -85,7 +86,7 @@ def matrix_exp(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._linalg_solve_ex.default")
 def solve(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """LU and two triangular solves for r right-hand sides: 2/3 n^3 + 2 n^2 r."""
+    """Count an LU factorisation and two triangular solves for r right-hand sides: 2/3 n^3 + 2 n^2 r FLOPs."""
     batch, n, _ = _matrix(inputs[0])
     columns = _right_hand_sides(inputs[1], batch * n)
     return _factor(inputs, outputs, batch * (lu_flops(n, n) + 2 * n * n * columns), n)
@@ -112,13 +113,13 @@ _register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default", "aten.linalg_ldl
 
 
 def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:
-    """The number of right-hand sides of each matrix in a batch. The batch has `rows` rows in all."""
+    """Return the number of right-hand sides of each matrix in a batch. The batch has `rows` rows in all."""
     return max(1, prod(tensor.shape) // max(1, rows))
 
 
 @operator_cost("aten._linalg_eigh.default")
 def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Eigenvalues of a symmetric matrix: 4/3 n^3, with eigenvectors 9 n^3.
+    """Count eigenvalues of a symmetric matrix as 4/3 n^3 FLOPs, with eigenvectors as 9 n^3.
 
     arguments: (A, UPLO, compute_v).
     """
@@ -130,7 +131,7 @@ def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_eig.default")
 def eig(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Eigenvalues and eigenvectors of a general matrix: 25 n^3 (Golub, Van Loan, section 7.5).
+    """Count eigenvalues and eigenvectors of a general matrix as 25 n^3 FLOPs (Golub, Van Loan, section 7.5).
 
     The matrix is reduced to Hessenberg form; then shifted QR steps follow.
     """
@@ -140,9 +141,9 @@ def eig(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._linalg_svd.default")
 def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Singular values for m >= n: 4 m n^2 - 4/3 n^3.
+    """Count singular values of an m x n matrix, m >= n, as 4 m n^2 - 4/3 n^3 FLOPs.
 
-    With singular vectors: 6 m n^2 + 20 n^3 (reduced) or 4 m^2 n + 8 m n^2 + 9 n^3 (full matrices).
+    With singular vectors the count is 6 m n^2 + 20 n^3 (reduced) or 4 m^2 n + 8 m n^2 + 9 n^3 (full matrices).
 
     arguments: (A, full_matrices, compute_uv).
     """
@@ -159,7 +160,7 @@ def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """A reduced singular value decomposition, and 2 m n^2 for the product of its parts."""
+    """Count a pseudo-inverse: a reduced singular value decomposition, and 2 m n^2 FLOPs to multiply its parts."""
     batch, rows, columns = _matrix(inputs[0])
     m, n = max(rows, columns), min(rows, columns)
     flops = batch * (6 * m * n * n + 20 * n**3 + 2 * m * n * n)
@@ -167,13 +168,13 @@ def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _trailing_bytes(matrix: TensorInfo) -> float:
-    """Bytes that n matrix-vector products read. Their matrices shrink, so they read n / 3 times the whole matrix."""
+    """Return the bytes that n matrix-vector products read: n / 3 whole matrices, because their matrices shrink."""
     return size_bytes((matrix,)) * min(matrix.shape[-2:]) / 3
 
 
 @operator_cost("aten.linalg_lstsq.default")
 def least_squares(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Least squares by QR with r right-hand sides: 2 n^2 (m - n/3) + r (4 m n - n^2).
+    """Count least squares by QR with r right-hand sides: 2 n^2 (m - n/3) + r (4 m n - n^2) FLOPs.
 
     After QR, the reflectors are applied to the right-hand sides, and a triangular solve follows.
     """

@@ -1,7 +1,7 @@
-"""Costs as sympy expressions: symbols for sizes, exact interpolation, and numpy functions for sweeps.
+"""Tools for costs as sympy expressions: symbols for sizes, exact interpolation, and numpy functions for sweeps.
 
-Internal symbols are positive integers, so that sympy simplifies ceilings. Published formulas (`published`) use plain
-symbols, so that `sympy.Symbol("batch")` equals the formula's symbol.
+While a formula is made, its symbols are positive integers, so that sympy simplifies ceilings. A formula for users
+(`published`) has plain symbols, so that `sympy.Symbol("batch")` equals the formula's symbol.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Point = tuple[int, ...]
 
 
 def size_symbol(name: str) -> sympy.Symbol:
-    """The symbol of a size while a formula is made: a positive integer."""
+    """Return the symbol that stands for a size while a formula is made: a positive integer."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 def ceil_div(size: Size, pieces: Size) -> Size:
-    """The size of the largest of `pieces` pieces; as an expression, one ceiling where several are nested.
+    """Return the size of the largest of `pieces` pieces. In an expression, nested ceilings become a single ceiling.
 
     Example:
         >>> ceil_div(ceil_div(7, 2), 2), ceil_div(ceil_div(7, size_symbol("a")), size_symbol("b"))
@@ -41,19 +41,19 @@ def ceil_div(size: Size, pieces: Size) -> Size:
 
 
 def grid(axes: Sequence[Sequence[Any]]) -> list[Any]:
-    """All points of a grid, with one of `axes` for each symbol."""
+    """Return all points of a grid. `axes` has the values along each axis."""
     return list(product(*axes))
 
 
 def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], values: Mapping[Any, Size]) -> Size:
-    """The polynomial through `values` on a grid, of degree one less than the points along each symbol; exact.
+    """Return the exact polynomial through `values` on a grid; its degree in a symbol is the number of points less one.
 
-    Lagrange's form, one symbol after the other, over the rationals.
+    It is built in Lagrange's form, one symbol after the other, over the rationals.
 
     Args:
-        symbols: one for each axis of the grid.
-        axes: distinct sizes along each, whole or rational.
-        values: at each point of the grid.
+        symbols: the symbol of each axis of the grid.
+        axes: the distinct sizes along each axis, whole or rational.
+        values: point of the grid to the polynomial's value there.
 
     Example:
         >>> n = size_symbol("n")
@@ -74,17 +74,17 @@ def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], 
 
 
 def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> sympy.Expr:
-    """The value of an expression."""
+    """Return the value of an expression if its symbols have these values."""
     bare: Any = sympy.sympify(size)
     return bare.subs(dict(sizes))
 
 
 def published(formula: Size, *, even: bool = False) -> sympy.Expr:
-    """A formula for users: expanded, with exact fractions and plain symbols.
+    """Return a formula for users: expanded, with exact fractions and plain symbols.
 
     Args:
-        formula: in symbols of `size_symbol`.
-        even: leave the ceilings out. The formula then holds where all splits are even.
+        formula: an expression in symbols of `size_symbol`.
+        even: whether to leave out ceilings. The formula then holds only if all splits are even.
     """
     exact: Any = sympy.nsimplify(sympy.sympify(formula), rational=True)
     if even:
@@ -94,15 +94,14 @@ def published(formula: Size, *, even: bool = False) -> sympy.Expr:
 
 
 def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
-    """A numpy function of a formula, for sweeps over many sizes at once.
+    """Turn a formula into a numpy function, for sweeps over many sizes at once.
 
     Args:
         formula: result of `Plan.formula`.
 
     Returns:
-        A function of keyword arguments, one for each symbol; numbers or arrays that broadcast to each other. Its result
-        is
-        float64: exact up to 2**53, beyond that rounded. Ceilings are exact.
+        A function with one keyword argument for each symbol: numbers, or arrays that broadcast to each other. Its
+        result is float64, exact up to 2**53 and rounded beyond that. Ceilings are exact.
 
     Raises:
         CostArgumentError: the argument is no formula; or a call misses symbols, or has symbols outside the formula.

@@ -1,8 +1,8 @@
 """Clusters: node types and links, read from sourced data files, assembled by hand, or measured by `calibration`.
 
-Three levels: devices of a node share a fabric (`intra`), nodes a network (`inter`), and a network may have pods behind
-an oversubscribed spine. Ranks are row-major over the mesh axes, the last axis fastest. With d devices per node, node i
-has ranks [i * d, (i + 1) * d).
+Links have three levels. Devices of a node share a fabric (`intra`), and nodes share a network (`inter`). A network may
+consist of pods behind an oversubscribed spine. Ranks are row-major over the mesh axes, the last axis fastest. With d
+devices per node, node i has ranks [i * d, (i + 1) * d).
 
 Data files refer to each other: a node to a device, a fabric and a network; a device to an architecture. So each part
 can be exchanged: `node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9)`.
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MAX_DEVICES = 2**20
-"""Most devices of a cluster: ten times the largest that trained a model, and few enough to list."""
+"""The most devices of a cluster: ten times the largest cluster that trained a model, and few enough to list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class NodeType:
     """A kind of node: its device, the number of devices, the fabric inside and the network outside.
 
     Args:
-        name: name in the data files, or a name of the caller's.
-        device: each rank's device.
+        name: name in the data files, or a name that the caller chooses.
+        device: the device of each rank.
         devices_per_node: number of devices in a complete node.
-        intra: the fabric inside: per device, over all its direct links together.
-        inter: the network: a device's share of the node's cards. None: nodes are not joined.
-        wiring: links and cards that devices share.
+        intra: the fabric in the node: the link of one device, over all its direct links together.
+        inter: the network: one device's share of the node's network cards. None if nodes are not joined.
+        wiring: links and network cards that devices share.
         host_memory_bytes: memory of the node's host, None if unknown.
     """
 
@@ -79,7 +79,7 @@ class NodeType:
         nodes_per_pod: int | None = None,
         oversubscription: float | None = None,
     ) -> NodeType:
-        """The node on another network, or with another bandwidth or topology of its network.
+        """Return the node on another network, or with another bandwidth or topology of its network.
 
         Args:
             network: a network of the data files ("infiniband_ndr400", "roce_v2", "efa", "omni_path"), with its
@@ -120,7 +120,7 @@ class NodeType:
         return replace(self, inter=link, wiring=wiring)
 
     def with_device(self, unit: str | Device) -> NodeType:
-        """The node with another device. Raises UnknownHardwareError."""
+        """Return the node with another device. Raises UnknownHardwareError if no data file describes it."""
         return replace(self, device=device(unit) if isinstance(unit, str) else unit)
 
 
@@ -129,10 +129,11 @@ class NodeParts(TypedDict, total=False):
 
     Args:
         devices_per_node: devices of one node.
-        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` that switches all devices. None:
-            the fabric of the device's usual boards, named by its file.
-        network: a network of the data files ("infiniband_hdr200", "roce_v2"), or a `Link`; None: nodes are not joined.
-        network_bytes_per_s_per_device: a device's share of its node's cards; default: the network's own.
+        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` of a switch that joins all
+            devices. None for the fabric of the device's usual boards, which its file names.
+        network: a network of the data files ("infiniband_hdr200", "roce_v2"), or a `Link`. None if nodes are not
+            joined.
+        network_bytes_per_s_per_device: a device's share of its node's network cards; default: the network's own.
     """
 
     devices_per_node: Required[int]
@@ -189,9 +190,9 @@ class Cluster:
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
         nodes: number of nodes.
-        devices_per_node: devices used in each node; None: all.
-        in_step: slowdown of kernels and collectives in a step; default: the fitted factors for several GPUs, else
-            `ALONE`.
+        devices_per_node: number of devices used in each node; None for all.
+        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. The default is the fitted
+            factors for several GPUs, else `ALONE`.
 
     Raises:
         UnknownHardwareError: the node type is unknown, or several nodes have no network.
@@ -211,7 +212,7 @@ class Cluster:
     intra: Link = field(init=False, repr=False, compare=False)
     """The fabric in a node, at its speed in a step."""
     inter: Link | None = field(init=False, repr=False, compare=False)
-    """The network, likewise."""
+    """The network between nodes, at its speed in a step."""
 
     def __init__(
         self,
@@ -237,13 +238,12 @@ class Cluster:
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """Make a cluster of `devices` devices from parts, the keys of `NodeParts`. Fewer than a node's are part of one
-        node.
+        """Make a cluster of `devices` devices from parts. If they do not fill a node, they are a part of one node.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
-            devices: devices in all.
-            parts: parts of a node; `devices_per_node` is required.
+            devices: number of devices of the cluster.
+            parts: the keys of `NodeParts`; `devices_per_node` is required.
 
         Raises:
             UnknownHardwareError: a part is unknown, or several nodes have no network.
@@ -270,7 +270,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The name for the command line, "h100_sxm:8x8"."""
+        """The cluster's name on the command line, e.g. "h100_sxm:8x8"."""
         return f"{self.node.name}:{self.nodes}x{self.devices_per_node}"
 
     @property
@@ -285,7 +285,12 @@ class Cluster:
         return None if total is None else total / self.devices_per_node
 
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
-        """The links that a group over several axes jointly uses (a reshard over ("data", "model"))."""
+        """Return the links of a group of ranks over one or several mesh axes.
+
+        Args:
+            mesh_axes: name of a mesh axis to its size, outermost axis first.
+            axes: the axes of the group, e.g. ("data", "model") for a reshard over both.
+        """
         shape, node = tuple(mesh_axes.items()), self.node
         places = (self.nodes, self.devices_per_node, self.intra, self.inter, node.wiring, node.devices_per_node)
         return group_links(shape, axes, *places)
@@ -298,13 +303,13 @@ class Cluster:
 
     @classmethod
     def of_file(cls, file: HardwareFile) -> Self:
-        """Read the cluster of a file. Raises HardwareFileError."""
+        """Read a cluster from a parsed file. Raises HardwareFileError."""
         kind = _node(file, read_device(file, file.text("device")))
         used = file.count("used_devices_per_node", "devices")
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
 
     def to_file(self, source: str, date: str) -> HardwareFile:
-        """The file that `of_file` reads; `source` and `date` (ISO) are those of its numbers."""
+        """Return the cluster as a file that `of_file` can read; `source` and `date` (ISO) are those of its numbers."""
         items = {key: Constant(value, unit, source, date) for key, (value, unit) in _cluster_numbers(self).items()}
         texts = {"name": self.node.name, "device": self.node.device.name, "layout": self.node.wiring.layout.value}
         if self.node.device.attention:
@@ -312,7 +317,7 @@ class Cluster:
         return HardwareFile(texts, items, self.name)
 
     def save(self, path: str | Path, *, source: str, date: str) -> None:
-        """Write this cluster as TOML; `source` and `date` (ISO) are those of its numbers."""
+        """Write the cluster as a TOML file; `source` and `date` (ISO) are those of its numbers."""
         file = self.to_file(source, date)
         Path(path).write_text(constants.dump(file.texts, file.constants), encoding="utf-8")
 
@@ -327,7 +332,9 @@ def node_type(name: str) -> NodeType:
 
 
 def node_of_driver(device_name: str) -> str:
-    """The node type of devices with a driver's name; the longest matching `driver_name` wins.
+    """Return the name of the node type of a device, given the device's name in its driver.
+
+    The longest matching `driver_name` in the data files wins.
 
     Raises:
         UnknownHardwareError: no known part matches the name. The message lists the known parts.

@@ -1,4 +1,4 @@
-"""Intervals of predictions, from the errors of past predictions (fitted by `tests/benchmarks/uncertainty.py`)."""
+"""Intervals around predictions, from the errors of past predictions (fitted by `tests/benchmarks/uncertainty.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cost_models import constants
 
 @dataclass(frozen=True, slots=True)
 class Uncertainty:
-    """How far predictions of one kind are off: by a factor of exp(log_half_width) at most, in `coverage` of cases."""
+    """The error of predictions of one kind: a factor of at most exp(log_half_width), in a share `coverage` of cases."""
 
     log_half_width: float
     coverage: float
 
     def interval(self, predicted: float) -> tuple[float, float]:
-        """The interval of a prediction, in its unit.
+        """Return the lower and the upper end of the interval around a prediction, in the prediction's unit.
 
         Example:
             >>> low, high = Uncertainty(log_half_width=0.1, coverage=0.9).interval(2.0)
@@ -28,14 +28,17 @@ class Uncertainty:
 
 
 RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
-"""Kinds of predicted step times. For recipes (products in 16 bits or more, or in 8) the fitted step model weighs the
-parts. For searched plans on GPUs, kernels and collectives are priced as if alone. The last kind are searched plans on a
-calibrated machine.
+"""Kinds of predicted step times.
+
+* `RECIPES`: recipes with products in 16 bits or more. A fitted model of the step weighs the parts of the prediction.
+* `EIGHT_BITS`: the same for recipes with products in 8 bits.
+* `KERNELS`: searched plans on GPUs. Kernels and collectives are priced as if they ran alone.
+* `MEASURED`: searched plans on a machine that was calibrated.
 """
 
 
 def step_time_uncertainty(kind: str) -> Uncertainty | None:
-    """The uncertainty that past errors of a kind of prediction support; None without past predictions.
+    """Return the uncertainty of a kind of prediction, from past errors; None without past predictions.
 
     The numbers are in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and `[gpu.coverage]`, unit "1".
     """

@@ -1,4 +1,4 @@
-"""Operator calls that a calibration runs and times, with their work in the cost models."""
+"""Operator calls that a calibration runs and times, with the work that the cost models count for them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", t
 
 
 def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], object]:
-    """A call that cycles through copies of its operands and results, over `TOUCHED_BYTES` of memory in all.
+    """Return a function that calls an operator, each time on the next of several copies of its operands.
 
-    So neither is in the first caches. In a step, too, an operator reads values computed long before, and writes to
-    memory that was used for another value meanwhile.
+    Operands and kept results take `TOUCHED_BYTES` of memory in all, so they are not in the first caches. In a step,
+    too, an operator reads values computed long before, and writes to memory that another value used meanwhile.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     results = [leaf for leaf in pytree.tree_leaves(operator(*arguments, **options)) if isinstance(leaf, Tensor)]
@@ -44,7 +44,7 @@ def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def _copy(leaf: Any) -> Any:
-    """A tensor with the same strides in memory of its own; any other object itself."""
+    """Return a copy of a tensor with the same strides; any other object itself."""
     return (
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         if isinstance(leaf, Tensor)
@@ -54,12 +54,12 @@ def _copy(leaf: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class KernelSample:
-    """One operator call, made by `of`.
+    """One operator call to time, made by `of`.
 
     Args:
-        name: name of its curve: that of the operator's kernel, or "memory".
-        work: its work in the cost models.
-        prepare: makes a function that runs it once, by `cycled`; holds the operands.
+        name: name of the throughput curve that the sample is a point of: the operator's kernel, or "memory".
+        work: the call's work in the cost models.
+        prepare: returns a function that runs the call once (`cycled`). It holds the operands.
     """
 
     name: str
@@ -70,13 +70,13 @@ class KernelSample:
     def of(
         cls, operator: Any, *arguments: Any, name: str | None = None, runs: Any = None, **options: Any
     ) -> KernelSample:
-        """Make a sample of an `OpOverload` on tensors; runs it once for the shapes of its results.
+        """Make a sample of an operator on tensors. The operator runs once, for the shapes of its results.
 
         Args:
-            operator: "torch.ops.aten.tanh.default".
+            operator: an `OpOverload`, e.g. torch.ops.aten.tanh.default.
             arguments, options: arguments of the call.
-            name: name of its curve; default: that of the operator's kernel.
-            runs: function that programs call in the operator's place, with the same arguments; default: the operator.
+            name: name of the sample's curve; default: the operator's kernel.
+            runs: function that programs call in place of the operator, with the same arguments; default: the operator.
         """
         runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -88,21 +88,24 @@ class KernelSample:
 
     @property
     def bytes_moved(self) -> float:
-        """The size by which the curve is read."""
+        """Bytes at which the sample is a point of its curve."""
         return curve_bytes(self.work)
 
     @property
     def key(self) -> str:
-        """The name of its measurement."""
+        """Name of the sample's measurement in a calibration."""
         return f"kernel.{self.name}.{round(self.bytes_moved)}"
 
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
-        """Bytes, and the curve's seconds: without launches, and without products that are priced separately."""
+        """Return the sample's point on its curve (bytes, seconds), given the measured seconds of the call.
+
+        Launches and products that are priced separately are subtracted.
+        """
         return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
 
 def memory_samples() -> Iterator[KernelSample]:
-    """Sums of two vectors, from sizes that fit the first cache to sizes that fit no cache."""
+    """Yield sums of two vectors, from sizes that fit the first cache to sizes that fit no cache."""
     for size in VECTORS:
         yield KernelSample.of(torch.ops.aten.add.Tensor, torch.randn(size), torch.randn(size), name=MEMORY)
 
@@ -112,7 +115,10 @@ _BACKWARD = ("tanh", "sigmoid", "silu", "gelu")
 
 
 def aten_samples(rows: Sequence[int] = ROWS) -> Iterator[KernelSample]:
-    """Operators that compute more than they move, or read with strides, on `rows` of 768 float32 numbers."""
+    """Yield operators that compute much for each byte, or read with strides, for each number in `rows`.
+
+    Operands are float32 and have this number of rows of 768 elements.
+    """
     aten = torch.ops.aten
     weight, bias = torch.ones(COLUMNS), torch.zeros(COLUMNS)
     for count in rows:

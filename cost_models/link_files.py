@@ -1,4 +1,4 @@
-"""Reads and writes links in hardware files: the keys of their numbers."""
+"""Read a link from a hardware file, and turn a link into the numbers of such a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEASURED_FIELDS = {  # key in a file: (field of MeasuredCollective, unit)
 
 
 def read_link(file: HardwareFile, prefix: str = "") -> Link:
-    """Read the link of a file whose keys begin with `prefix`. Raises HardwareFileError."""
+    """Read the link whose numbers have keys that begin with `prefix` ("intra."). Raises HardwareFileError."""
     numbers = {name: file.number(f"{prefix}{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()}
     below = f"{prefix}protocol."
     names = dict.fromkeys(path[len(below) :].split(".")[0] for path in file.constants if path.startswith(below))
@@ -52,7 +52,7 @@ def _protocol(file: HardwareFile, below: str, name: str) -> Protocol:
 
 
 def link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
-    """The numbers of a link with their units, for `read_link`."""
+    """Return the numbers of a link as `read_link` reads them: key, which begins with `prefix`, to (value, unit)."""
     numbers = {f"{prefix}{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
     for protocol in link.protocols:
         for key, (name, unit) in _PROTOCOL_FIELDS.items():

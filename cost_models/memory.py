@@ -1,6 +1,6 @@
-"""Device memory beside the program's values, in bytes, and the memory left for values.
+"""Bytes of device memory that a run needs beside the program's values, and the memory that is left for values.
 
-The classes of a run's memory, and the measurements that include them:
+The table lists the classes of a run's memory, and marks the measurements that include them with x.
 
 | class | torch.cuda.max_memory_allocated | max_memory_reserved | nvidia-smi |
 |---|---|---|---|
@@ -64,7 +64,7 @@ def communicator_bytes(communicators: int, channels: int | None = None, connecti
 
         communicators * channels * connections * (Simple 4 MiB + LL 0.5 MiB + LL128 4.7 MiB)
 
-    Communicators of one rank have none. Defaults are those of eight devices behind NVSwitch.
+    Communicators of one rank have no buffers. The defaults are the numbers of eight devices behind NVSwitch.
     """
     file = load("software", "nccl")
     buffers = sum(file.family("buffer", "B").values())
@@ -79,12 +79,12 @@ def context_bytes() -> int:
 
 
 def room_bytes(device: Device, axes: int) -> int:
-    """Bytes for a plan's values on a device without a limit from the user.
+    """Bytes that a plan's values may take on a device, if the user gives no memory limit.
 
         (memory - context - communicators - cuBLAS workspaces) / fragmentation
 
-    On a CPU it is the memory of `Device`. On a GPU each axis of the mesh has two communicators: one for values, one for
-    gradients or parameters. Fragmentation is the allocator's memory over the memory of its tensors.
+    On a CPU, values may take all memory of `Device`. On a GPU each axis of the mesh has two communicators: one for
+    values, one for gradients or parameters. Fragmentation is the allocator's memory over the memory of its tensors.
 
     Args:
         device: device of the values.

@@ -1,8 +1,8 @@
-"""FLOPs and bytes of operators, in one table keyed by operator name ("aten.mm.default"); shapes are local.
+"""FLOPs and bytes of operators, in one table by operator name ("aten.mm.default"); shapes are those on a rank.
 
-Bytes are those of operands and results, each moved once, with three corrections: views move nothing, factories read
-nothing, lookups read only the returned rows. An operator without an entry is memory-bound by its operands and results.
-This holds for everything but contractions, so an operator that sounds like a contraction and has no entry raises.
+Operands and results are each moved once, with three corrections: views move nothing, factories read nothing, and
+lookups read only the returned rows. An operator without an entry counts as bound by the memory of its operands and
+results. This does not hold for contractions, so an operator that sounds like a contraction and has no entry raises.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CONTRACTING_WORDS = re.compile(
 def work(
     operator_name: str, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...] = ()
 ) -> Work:
-    """The work of one call.
+    """Return the FLOPs and bytes of one call on a rank.
 
     Args:
         operator_name: `str(node.target)` of an OpOverload, e.g. "aten.mm.default"; "operator.getitem" is free.
-        inputs: local tensors in the order of the call, absent optional tensors left out, lists flattened.
-        outputs: local results, absent results left out.
-        arguments: the call's positional arguments in schema order (tensor positions are ignored). Only attention
-            (is_causal) and convolution (transposed, groups) read it.
+        inputs: local tensors in the order of the call. Lists are flattened, and absent optional tensors are left out.
+        outputs: local results, without absent results.
+        arguments: the call's positional arguments in schema order. Tensors in it are ignored. It matters to operators
+            whose work depends on more than shapes, e.g. attention (is_causal) and convolution (groups).
 
     Raises:
         UnknownOperatorError: a contraction, or a collective, has no entry.
@@ -97,7 +97,7 @@ VIEWS = tuple(_VIEW_NAMES.split())
     *("aten.empty_like.default", "aten.new_empty_strided.default", "aten.empty_strided.default"),
 )
 def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Nothing is moved and nothing is launched."""
+    """Count a view: nothing is moved and nothing is launched."""
     return FREE
 
 
@@ -106,14 +106,14 @@ def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
     *("aten.new_ones.default", "aten.new_full.default", "aten.rand_like.default", "aten.randn_like.default"),
 )
 def factory(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Results are written; the operand gives only its shape."""
+    """Count a factory: the result is written, and the operand gives only its shape."""
     return memory_bound((), outputs)
 
 
 RANDOM_KERNELS: Mapping[str, int] = MappingProxyType({"random": 190, "poisson": 2300, "binomial": 540, "gamma": 1840})
-"""Kernels launched by the definitions of random numbers in `autoshard.kernels`; those of `random` to within 7 %.
+"""Number of kernels that each operator on random numbers of `autoshard.kernels` launches; for "random" within 7 %.
 
-Rejection sampling launches more for more elements; the counts are for 100,000.
+Rejection sampling launches more kernels for more elements; the numbers are for 100,000 elements.
 """
 
 _WORD_BYTES = 8
@@ -121,7 +121,7 @@ _WORD_BYTES = 8
 
 def _register_random(name: str) -> None:
     def count(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-        """Each kernel of Philox and of the distribution reads and writes 64 bits of each element, and computes once."""
+        """Count kernels that each read and write 64 bits of each element, and compute one FLOP for it."""
         kernels, elements = RANDOM_KERNELS[name], numel(outputs[0])
         moved = kernels * elements * _WORD_BYTES
         return Work(kernels * elements, moved, moved, Kind.POINTWISE, "f32", steps=kernels)
@@ -138,7 +138,10 @@ for _name in RANDOM_KERNELS:
     *("aten.index_select.default", "aten.take_along_dim.default", "aten.take.default"),
 )
 def lookup(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """The rows looked up are read, not the table: reads = bytes of the result + indices; writes = the result."""
+    """Count a lookup: the rows that are looked up are read, not the whole table.
+
+    It reads the bytes of the result and of the indices, and writes the result.
+    """
     result = size_bytes(outputs)
     return Work(0, result + size_bytes(inputs[1:]), result, Kind.GATHER, compute_dtype(inputs))
 
@@ -147,7 +150,10 @@ def lookup(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], argument
 def embedding_backward(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
 ) -> Work:
-    """The local table's whole gradient is zeroed, then each row of grad_output is added to it (read twice)."""
+    """Count an embedding's gradient on the local table.
+
+    All rows of the table's gradient are set to zero, then each row of the result's gradient is added to its row.
+    """
     rows = size_bytes(inputs[:1])
     return Work(
         numel(inputs[0]),
@@ -160,10 +166,11 @@ def embedding_backward(
 
 @operator_cost("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
 def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """arguments: (x, dim, ...). 5 N log2 N for a complex transform of N points, half for a real transform (FFTW's
-    count).
+    """Count a Fourier transform of N points: 5 N log2 N FLOPs if complex, half if real (FFTW's count).
 
-    Reads and writes x once for each transformed dim. Complex numbers count as float32 pairs.
+    It reads and writes x once for each transformed dim. Complex numbers count as pairs of float32.
+
+    arguments: (x, dim, ...).
     """
     whole = max(inputs[0].shape, outputs[0].shape, key=prod)
     dims = tuple(arguments[1]) if len(arguments) > 1 else tuple(range(len(whole)))  # type: ignore[arg-type]
@@ -179,15 +186,19 @@ def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: 
     "aten._thnn_fused_gru_cell_backward.default",
 )
 def bytes_alone(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Pointwise or a reduction, whatever the name says: the products of a recurrent cell are outside it."""
+    """Count operators that are bound by memory, though their names sound like contractions.
+
+    For example, the products of a recurrent cell are separate operators.
+    """
     return memory_bound(inputs, outputs)
 
 
 @operator_cost("autoshard.ctc_loss.default")
 def ctc_loss(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Results: loss, log_alpha [N, T, 2 S + 1], of which an element adds three exponentials and one log-probability.
+    """Count the CTC loss by the elements of its second result, log_alpha [N, T, 2 S + 1].
 
-    Some 10 operations, counted in torch's kernel. Each column of log_alpha is read once for the next.
+    Each element adds three exponentials and one log-probability, some 10 operations in torch's kernel. Each column of
+    log_alpha is read once for the next column.
     """
     table = outputs[1]
     read = size_bytes(inputs) + size_bytes([table])
@@ -198,7 +209,10 @@ def ctc_loss(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], argume
 def ctc_loss_backward(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
 ) -> Work:
-    """Backward variables as large as log_alpha, the last operand, are made and read, and both go into the gradient."""
+    """Count the gradient of the CTC loss.
+
+    Backward variables, as large as the last operand log_alpha, are written and read. Both go into the gradient.
+    """
     table = inputs[-1]
     read, written = size_bytes(inputs) + 2 * size_bytes([table]), size_bytes(outputs) + size_bytes([table])
     return Work(20 * numel(table), read, written, Kind.GATHER, compute_dtype(inputs))
@@ -212,7 +226,7 @@ _SORTING_NAMES = """
 
 @operator_cost(*(f"aten.{name}" for name in _SORTING_NAMES.split()))
 def sort(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Radix sort: one pass per byte of the key, each reads and writes keys and indices (Merrill, Grimshaw 2011)."""
+    """Count a radix sort (Merrill, Grimshaw 2011): for each byte of the key, keys and indices are read and written."""
     passes = inputs[0].itemsize
     moved = passes * (size_bytes(inputs[:1]) + 8 * numel(inputs[0]))
     return Work(0, moved, moved, Kind.REDUCTION, compute_dtype(inputs), steps=passes)
@@ -220,7 +234,7 @@ def sort(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
 
 @operator_cost("aten.topk.default", "aten.kthvalue.default")
 def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Radix select: one reading pass per byte of the key, and a final gather (Alabi et al. 2012)."""
+    """Count a radix select: one reading pass for each byte of the key, and a final gather (Alabi et al. 2012)."""
     passes = inputs[0].itemsize + 1
     read = passes * size_bytes(inputs[:1])
     return Work(0, read, size_bytes(outputs), Kind.REDUCTION, compute_dtype(inputs), steps=passes)
@@ -228,7 +242,7 @@ def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], ar
 
 @operator_cost("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
 def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """log2 of the boundaries for each value: as many reads, of which the first levels hit the cache; 4 do not."""
+    """Count a binary search: each value reads log2 of the boundaries, of which at most 4 are not in the cache."""
     values = outputs[0]
     misses = min(4.0, log2(max(2, max(tensor.shape[-1] if tensor.shape else 1 for tensor in inputs))))
     read = size_bytes(inputs) + misses * 32 * numel(values)  # a miss moves a sector of 32 bytes
@@ -240,7 +254,7 @@ def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], a
     "aten._cslt_sparse_mm.default",
 )
 def sparse(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """No formula exists, because a trace does not know the number of stored elements."""
+    """Raise UnknownOperatorError: a trace does not know how many elements a sparse matrix stores."""
     raise UnknownOperatorError(
         "Sparse products have no cost formula: how many elements are stored is not known. Multiply the dense matrix, "
         f"matrix.to_dense() @ x. Inputs: {list(inputs)}."

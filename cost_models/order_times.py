@@ -1,16 +1,17 @@
-"""Time of a pipeline's step: the ordered actions of each rank, and the values that stages exchange.
+"""Time of a pipeline's step, from the ordered actions of each rank and the values that stages exchange.
 
-Each pipeline rank represents all ranks at its place. An action starts once its rank is free and its inputs are present.
-Let r be a stage whose value the action reads, sent from its rank if that is another rank:
+Each pipeline rank represents all ranks at its place in the pipeline. Stage s runs the forward F(s, i) and the backward
+B(s, i) of micro-batch i. A backward may be cut into I(s, i), for the stage's input, and W(s, i), for its weights. An
+action starts once its rank is free and its inputs have arrived. Let r be any stage whose value the action reads:
 
-* F(s, i) starts after F(r, i) of each such stage r;
-* B or I(s, i) starts after F(s, i) and after B or I(r, i);
+* F(s, i) starts after F(r, i);
+* B(s, i) or I(s, i) starts after F(s, i), and after B(r, i) or I(r, i);
 * W(s, i) starts after I(s, i).
 
-Transfers run on streams of their own, one per ordered pair of ranks, in the order of their values. The runtime overlaps
-transfers with computation, or each rank waits for its sends.
+If r is on another rank, a transfer comes in between. Transfers run on streams of their own, one for each ordered pair
+of ranks, in the order of their values. Transfers overlap with computation, or each rank waits for its sends.
 
-A rank computes, waits for a transfer under way, or waits for other ranks (the bubble).
+At any time a rank computes, waits for a transfer under way, or waits for other ranks (the bubble).
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ Floats = NDArray[np.float64]
 
 
 class Transfer(NamedTuple):
-    """A value that one stage's forward or backward makes for another stage's, in each micro-batch."""
+    """A value that one stage sends to another stage in each micro-batch.
+
+    Args:
+        name: name of the value.
+        maker: stage whose forward or backward makes the value.
+        reader: stage whose forward or backward reads it.
+        is_forward: whether forwards make and read it, otherwise backwards.
+    """
 
     name: str
     maker: int
@@ -52,10 +60,11 @@ class StageTimes(NamedTuple):
 
     Args:
         forward_s: forward, including exposed communication inside the stage.
-        backward_input_s: backward to the stage's input; `backward_weight_s`: to its weights. A schedule without split
-            backwards runs both, one after the other.
-        send_s: sending the output to the next stage's rank, and its gradient back (0 if both are on one rank).
-        recompute_s: forward work that the backward repeats, ahead of `backward_input_s`.
+        backward_input_s: the half of the backward that computes the gradient of the stage's input.
+        backward_weight_s: the half of the backward that computes gradients of weights. A schedule without split
+            backwards runs both halves, one after the other.
+        send_s: one transfer of the output to the next stage's rank, or of its gradient back; 0 on one rank.
+        recompute_s: forward work that the backward repeats, before `backward_input_s`.
     """
 
     forward_s: float
@@ -66,7 +75,7 @@ class StageTimes(NamedTuple):
 
     @property
     def backward_s(self) -> float:
-        """The whole backward, recomputation included."""
+        """Seconds of the whole backward, recomputation included."""
         return self.recompute_s + self.backward_input_s + self.backward_weight_s
 
     @property
@@ -80,9 +89,9 @@ class RankTimes:
     """Parts of the step on one pipeline rank, in seconds; they sum to the step.
 
     Args:
-        compute_s: forwards and backwards, work that runs once, and the update.
-        exposed_send_s: waiting for transfers under way.
-        bubble_s: waiting for other ranks.
+        compute_s: computation of forwards and backwards, of work that runs once, and of the update.
+        exposed_send_s: time in which the rank waits for transfers under way.
+        bubble_s: time in which the rank waits for other ranks.
     """
 
     compute_s: float
@@ -92,7 +101,7 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """The times of a step: the whole, and its parts by pipeline rank."""
+    """The time of a step, and its parts on each pipeline rank, in the order of ranks."""
 
     total_s: float
     ranks: tuple[RankTimes, ...]
@@ -102,10 +111,11 @@ class _Node(NamedTuple):
     """An action or a transfer, with the earlier nodes that it waits for.
 
     Args:
-        kind: for an action, len(ActionKind) * stage + its kind; larger numbers are transfers.
+        kind: a number that says which action or transfer this is. An action has len(ActionKind) * stage + its kind;
+            transfers have larger numbers.
         rank: rank of the action, or of the transfer's maker.
         micro_batch: number of the micro-batch.
-        waits: the nodes; for an action, first the rank's previous action, if any.
+        waits: indices of the earlier nodes. For an action, the rank's previous action comes first, if there is one.
     """
 
     kind: int
@@ -115,7 +125,7 @@ class _Node(NamedTuple):
 
 
 def neighbours(stages: int) -> tuple[Transfer, ...]:
-    """Each stage's output to the next stage, and its gradient back."""
+    """Return the transfers between neighbouring stages: each output to the next stage, and its gradient back."""
     pairs = tuple(pairwise(range(stages)))
     forwards = (Transfer("", early, late, True) for early, late in pairs)
     return (*forwards, *(Transfer("", late, early, False) for early, late in pairs))
@@ -124,7 +134,16 @@ def neighbours(stages: int) -> tuple[Transfer, ...]:
 def _nodes(
     orders: Sequence[Rows], owners: Sequence[int], transfers: Sequence[Transfer], *, overlap_sends: bool
 ) -> list[_Node]:
-    """Actions and transfers, each after everything that it waits for. Ranks take turns, each as far as it can."""
+    """Return all actions and transfers, each after the nodes that it waits for.
+
+    Ranks take turns; in each turn a rank runs as many actions as have their inputs.
+
+    Args:
+        orders: the actions of each rank, in order.
+        owners: the rank of each stage.
+        transfers: the values that stages exchange.
+        overlap_sends: whether transfers overlap with computation.
+    """
     made: dict[tuple[int, bool], list[int]] = {}
     read: dict[tuple[int, bool], list[int]] = {}
     for number, item in enumerate(transfers):
@@ -162,7 +181,7 @@ def _nodes(
 
 
 def _ends(nodes: Sequence[_Node], durations: Sequence[float]) -> list[float]:
-    """When nodes end."""
+    """Return the second at which each node ends, given the seconds that each node takes."""
     ends: list[float] = []
     for node, seconds in zip(nodes, durations, strict=True):
         waits = node.waits
@@ -181,16 +200,16 @@ def order_times(
     update_s: Floats,
     clips_norm: bool = False,
 ) -> tuple[PipelineTimes, Timeline]:
-    """The times of a step that runs an order, and its timeline; transfers overlap with computation.
+    """Return the times of a step and its timeline. Transfers overlap with computation.
 
     Args:
-        orders: by rank, its actions; they can run to their end.
-        owners: by stage, its rank.
-        actions_s: [stages, kinds] seconds of each kind of action.
-        transfers: values between stages, each with its seconds between ranks.
-        once_s: by stage, further seconds of its first forward.
-        update_s: by stage, seconds of its update, after the rank's last action.
-        clips_norm: updates wait for the gradients of all ranks.
+        orders: the actions of each rank, in order; the orders have no deadlock.
+        owners: the rank of each stage.
+        actions_s: seconds of each kind of action of each stage, [stages, kinds].
+        transfers: each value that stages exchange, with its seconds between two ranks.
+        once_s: seconds by which the first forward of each stage is longer, [stages].
+        update_s: seconds of each stage's update, after the rank's last action, [stages].
+        clips_norm: whether updates wait for the gradients of all ranks.
     """
     items = tuple(transfers)
     nodes = _nodes(orders, owners, items, overlap_sends=True)
@@ -226,13 +245,13 @@ def order_times(
 
 
 def _action(node: _Node, stages: int) -> Action | None:
-    """The action of a node; None for a transfer."""
+    """Return the action of a node; None for a transfer."""
     stage, kind = divmod(node.kind, len(ActionKind))
     return Action(stage, ActionKind(kind), node.micro_batch) if stage < stages else None
 
 
 def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[float], once_s: Floats) -> list[float]:
-    """Seconds of each node; the first forward of a stage takes `once_s` more."""
+    """Return the seconds of each node; the first forward of a stage takes `once_s` more."""
     of_kinds = [*actions_s.ravel().tolist(), *sends_s]
     durations = [of_kinds[node.kind] for node in nodes]
     firsts: dict[int, int] = {}
@@ -247,18 +266,18 @@ def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[floa
 def schedule_time(
     schedule: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int = 1, *, overlap_sends: bool
 ) -> float:
-    """Seconds of a step of a schedule whose stages send to their neighbours.
+    """Seconds of a step under a schedule, if stages send to their neighbours only.
 
-    The steady state of a schedule repeats, so only the first of many micro-batches are run. Each remaining micro-batch
-    takes the mean time of the last p micro-batches on p ranks, and at least the computation of the busiest rank. The
-    first micro-batches alone would hide a rank that is only a little busier than its neighbours.
+    The steady state of a schedule repeats, so only the first of many micro-batches are simulated. On p ranks, each
+    remaining micro-batch takes the mean time of the last p simulated ones, and at least the computation of the busiest
+    rank. The simulated micro-batches alone would hide a rank that is only a little busier than its neighbours.
 
     Args:
         schedule: a key of `schedule_orders.SCHEDULES`.
-        stages: in the order of the model.
+        stages: times of the stages, in the order of the model.
         micro_batches: micro-batches of a step (per data parallel replica).
-        virtual_stages: stages on each rank.
-        overlap_sends: whether transfers overlap with compute.
+        virtual_stages: number of stages on each rank.
+        overlap_sends: whether transfers overlap with computation.
 
     Raises:
         CostArgumentError: the schedule does not allow these numbers.
@@ -291,7 +310,7 @@ def schedule_time(
 def _schedule_nodes(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int, *, overlap_sends: bool
 ) -> list[_Node]:
-    """The nodes of a schedule whose stages send to their neighbours."""
+    """Return the nodes of a step under a schedule, if stages send to their neighbours only."""
     orders, owners = (
         order_rows(schedule, ranks, micro_batches, virtual_stages),
         stage_ranks(schedule, ranks, virtual_stages),

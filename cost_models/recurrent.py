@@ -22,10 +22,12 @@ Arguments = tuple[object, ...]
     *("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten.miopen_rnn.default"),
 )
 def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """The work of whole layers. inputs: the sequence [T, B, I] or [B, T, I], states, weights [gates * H, in].
+    """Count whole recurrent layers.
 
-    Each weight is multiplied with all T * B tokens once; hidden weights, [gates * H, H], step by step. The first or the
-    second dim of the sequence is time. The FLOPs are equal in both cases; the longer dim counts as time.
+    Each weight is multiplied with all T * B tokens once, hidden weights [gates * H, H] step by step. Time may be the
+    first or the second dim of the sequence. The FLOPs are equal in both cases, so the longer dim counts as time.
+
+    inputs: the sequence [T, B, I] or [B, T, I], states, weights [gates * H, in].
     """
     first, second, _ = inputs[0].shape
     steps, rows = max(first, second), min(first, second)
@@ -39,7 +41,7 @@ def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) ->
 
 @operator_cost("aten.mkldnn_rnn_layer_backward.default", "aten._cudnn_rnn_backward.default")
 def recurrent_layers_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Twice the work of the forward, because the gradients of inputs and of weights each take as many products."""
+    """Count twice the forward, because the gradients of inputs and of weights each take as many products."""
     forward = recurrent_layers(inputs, outputs, arguments)
     return forward._replace(flops=2 * forward.flops, products=2 * forward.products)
 
@@ -56,10 +58,12 @@ def _register_recurrent(name: str) -> None:
     forward_launches, backward_launches = LAUNCHES[name]
 
     def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """inputs: ([B, T, gates H], state [B, P], ...).
+        """Count the time steps of a layer whose input products are separate operators.
 
         Each time step multiplies the state with the hidden weights, [gates H, P]. If P differs from H, each time step
         also multiplies with the projection, [P, H].
+
+        inputs: ([B, T, gates H], state [B, P], ...).
         """
         batch, steps, gates = inputs[0].shape
         fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
@@ -68,10 +72,12 @@ def _register_recurrent(name: str) -> None:
         return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
 
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """outputs: ([B, T, gates H], state [B, P], ...).
+        """Count the backward of these time steps.
 
         For each weight, each time step has one product for the state's gradient. The weight's own gradient is one
         product over all time steps.
+
+        outputs: ([B, T, gates H], state [B, P], ...).
         """
         batch, steps, gates = outputs[0].shape
         fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
@@ -92,7 +98,7 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """The work of time steps one after the other: each product runs alone on the device and reads its weights again."""
+    """Return the work of time steps that run one after the other; each product reads its weights again."""
     flops = sum(product.flops for product in products)
     reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
     read, written = size_bytes(inputs) + reread, size_bytes(outputs)
@@ -105,7 +111,7 @@ for _name in LAUNCHES:
 
 @operator_cost("aten._native_multi_head_attention.default")
 def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """4 E^2 multiplications for each token, and attention.
+    """Count the projections, with 4 E^2 multiplications for each token, and attention.
 
     arguments: (query [B, T, E], key, value, embed_dim, num_head, ...).
     """
@@ -116,7 +122,10 @@ def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Ar
 
 @operator_cost("aten._transformer_encoder_layer_fwd.default")
 def transformer_encoder_layer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (src [B, T, E], embed_dim, num_heads, ...); the weights are the matrices among the operands."""
+    """Count attention, and a product of all tokens with each matrix among the operands.
+
+    arguments: (src [B, T, E], embed_dim, num_heads, ...).
+    """
     batch, length, width = inputs[0].shape
     weights = [tensor.shape for tensor in inputs[1:] if len(tensor.shape) == 2]
     products = tuple(MatmulShape(batch * length, *weight) for weight in weights)
@@ -132,7 +141,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """The work of the given products and of attention's two batched products. Scores are not written to memory."""
+    """Return the work of the given products and of attention's two batched products, without scores in memory."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

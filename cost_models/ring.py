@@ -1,5 +1,10 @@
 """FLOPs and bytes of ring attention (entries of `counting.TABLE`), and the messages between its ranks.
 
+Each rank has a piece of the queries, and a piece of the keys and values. In each hop, a rank computes on one piece of
+keys and values, while pieces move on to the next rank (`autoshard.kernels.ring_attention`). In a paired ring, each rank
+gets an early and a late block of the sequence. So all ranks of a causal ring work equally long. Pieces are resharded to
+these blocks before the ring, and results are resharded back.
+
 Arguments end with: is_causal, scale, site, offset, global_shape, index, starts, lengths, is_paired, group.
 """
 
@@ -15,16 +20,17 @@ from cost_models.work import AttentionShape, Kind, TensorInfo, Work
 FORWARD, BACKWARD = "autoshard.ring_attention.default", "autoshard.ring_attention_backward.default"
 
 _CAUSAL, _LENGTHS, _PAIRED = -10, -3, -2
-"""Places of arguments."""
+"""Positions of these arguments, from the end."""
 
 _WIDE = 4
-"""Bytes of an element of sums; of float64 twice as many."""
+"""The least bytes of an element in the accumulation type. An element of float64 has 8."""
 
 
 def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Arguments, backward: bool) -> Work:
-    """The work of the busiest rank: in a causal ring without pairing, the last rank.
+    """Return the work of the busiest rank.
 
-    It computes on all keys but half of its own. With paired blocks each rank works on half of all keys.
+    In a causal ring without pairs this is the last rank, which computes on all keys but half of its own. In a paired
+    causal ring, each rank computes on half of all keys.
     """
     q, k, v = operands
     hops, keys = len(_lengths(arguments)), sum(_lengths(arguments))
@@ -40,18 +46,21 @@ def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Argum
 
 @operator_cost(FORWARD)
 def ring_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """inputs: (q [B, H, S, D], k [B, G, T, D], v, ...), of a rank."""
+    """Count ring attention on the busiest rank. inputs: a rank's (q [B, H, S, D], k [B, G, T, D], v, ...)."""
     return _work(inputs, outputs, inputs[:3], arguments, False)
 
 
 @operator_cost(BACKWARD)
 def ring_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """inputs: the gradient of the result, then those of the forward."""
+    """Count the backward of ring attention. inputs: the gradient of the result, then the inputs of the forward."""
     return _work(inputs, outputs, inputs[1:4], arguments, True)
 
 
 def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Keys and values to the next rank, beside a hop's computation; relaid operands and results."""
+    """Return the messages of the forward: keys and values to the next rank, each beside the computation of a hop.
+
+    A paired ring also reshards operands before and results behind it.
+    """
     q, k, v = inputs[:3]
     hops = len(_lengths(arguments))
     round_trip = [Exchanged(size_bytes((k, v)), is_shift=True, beside=1 / hops)] * (hops - 1)
@@ -59,8 +68,10 @@ def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _passed_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Gradients of keys and values, in the accumulation type, one hop behind; the last message overlaps with
-    nothing.
+    """Return the messages of the backward: keys and values, and their gradients one hop behind.
+
+    Gradients have the accumulation type. The last message overlaps with no computation. A paired ring also reshards
+    operands before and results behind it.
     """
     grad, q, k, v = inputs[:4]
     hops, held, sums = len(_lengths(arguments)), size_bytes((k, v)), _wide_bytes((k, v))
@@ -77,16 +88,20 @@ def _between(arguments: Arguments, before: Tensors, round_trip: list[Exchanged],
 
 
 def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
-    """Visiting and arriving pieces; the sum of results in a wider type, and a hop's own result."""
+    """Return the bytes of a forward's workspace.
+
+    These are pieces of other ranks, a hop's own result, and sums of results in the accumulation type.
+    """
     q, k, v = inputs[:3]
     out, relaid = _out(q, v), size_bytes((q,)) if arguments[_PAIRED] else 0
     return _visiting(arguments) * size_bytes((k, v)) + size_bytes((out,)) + 2 * _wider_bytes(out) + relaid
 
 
 def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
-    """Besides pieces: sums of gradients that leave, arrive and are computed, and a hop's own.
+    """Return the bytes of a backward's workspace.
 
-    One of them becomes a result.
+    These are pieces of other ranks, sums of gradients that leave, arrive and are computed, and a hop's own gradients.
+    Gradients that become a result are not part of the workspace.
     """
     grad, q, k, v = inputs[:4]
     relaid = size_bytes((grad, q, grad)) if arguments[_PAIRED] else 0
@@ -95,7 +110,7 @@ def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
 
 
 def _visiting(arguments: Arguments) -> int:
-    """Number of pieces on a rank at once that are not operands."""
+    """Return the most pieces of keys and values on a rank at once, beside its own operands."""
     return min(2, len(_lengths(arguments)) - 1 + bool(arguments[_PAIRED]))
 
 
@@ -114,12 +129,12 @@ def _lse(q: TensorInfo) -> TensorInfo:
 
 
 def _wide_bytes(tensors: Tensors) -> int:
-    """Bytes of tensors in the accumulation type."""
+    """Return the bytes of tensors of these shapes in the accumulation type."""
     return sum(prod(tensor.shape) * max(_WIDE, tensor.itemsize) for tensor in tensors)
 
 
 def _wider_bytes(result: TensorInfo) -> int:
-    """Bytes of a sum in the accumulation type, unless it is the result itself."""
+    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type and is the sum."""
     return _wide_bytes((result,)) if result.itemsize < _WIDE else 0
 
 

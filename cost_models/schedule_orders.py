@@ -4,18 +4,20 @@ The schedules are those of `torch.distributed.pipelining`, under its names; a pr
 are p ranks, v stages on each and m micro-batches. Actions are forward (F) and backward (B). A backward may be split in
 two: I for the stage's input, W for its weights. The previous stage waits for I; no stage waits for W.
 
-* GPipe (Huang et al. 2019): all F, then all B.
-* 1F1B (Narayanan et al. 2019, PipeDream-Flush): p - 1 - rank F, then F and B in turn.
-* Interleaved1F1B (Narayanan et al. 2021, section 2.2): 1F1B over v > 1 stages a rank, rounds of about p micro-batches.
-* LoopedBFS (Lamy-Poirier 2022): all micro-batches of a stage before the next stage.
-* InterleavedZeroBubble (Qi et al. 2023, ZB-H1): like Interleaved1F1B, with I as early as possible and W in the bubble.
-* ZBVZeroBubble (Qi et al. 2023, section 6): two stages a rank, laid out as a V, so that the last follows the first.
-* DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form): the same V; in its middle, F and B run as one.
+* GPipe (Huang et al. 2019) runs all F, then all B.
+* 1F1B (Narayanan et al. 2019, PipeDream-Flush) runs p - 1 - rank times F, then F and B in turn.
+* Interleaved1F1B (Narayanan et al. 2021, section 2.2) is 1F1B with v > 1 stages a rank, in rounds of about p
+  micro-batches.
+* LoopedBFS (Lamy-Poirier 2022) runs all micro-batches of a stage before the next stage.
+* InterleavedZeroBubble (Qi et al. 2023, ZB-H1) is Interleaved1F1B with I as early as possible, and W in the bubble.
+* ZBVZeroBubble (Qi et al. 2023, section 6) has two stages a rank, laid out as a V. So the first rank also has the last
+  stage.
+* DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form) has the same V. In its middle, F and B run as one.
 
-Stage s of a looped schedule is on rank s mod p. The stages of a V are on ranks 0 to p - 1, then back to rank 0.
+In a looped schedule, stage s is on rank s mod p. The stages of a V are on ranks 0 to p - 1, then back to rank 0.
 
-A new schedule is a function from a shape and a rank to rows, and its `Schedule` in `SCHEDULES`. Recipes, the search,
-prices, proofs and runs read that record.
+To add a schedule, write a function that takes a shape and a rank and returns rows, and add a `Schedule` to `SCHEDULES`.
+Recipes, the search, prices, proofs and runs read all properties of a schedule there.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class ActionKind(IntEnum):
 
     @property
     def letter(self) -> str:
-        """The letter in the literature."""
+        """The letter of this kind of action in the literature."""
         return "FBIW"[self]
 
 
@@ -71,7 +73,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """p ranks, v stages on each, m micro-batches."""
+    """The size of a pipeline: p ranks, v stages on each rank, m micro-batches."""
 
     ranks: int
     virtual_stages: int
@@ -93,7 +95,7 @@ class _Shape:
 
 @lru_cache(maxsize=16)
 def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """The actions of each pipeline rank, in order.
+    """Return the actions of each pipeline rank, in order.
 
     Args:
         schedule: a key of `SCHEDULES`.
@@ -102,10 +104,10 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
         virtual_stages: v, stages on each rank.
 
     Returns:
-        One sequence of slots per rank.
+        One sequence of slots for each rank.
 
     Raises:
-        CostArgumentError: the schedule is unknown, or does not allow these numbers. The message gives the allowed ones.
+        CostArgumentError: the schedule is unknown, or does not allow these numbers. The message says what it allows.
 
     Example:
         >>> [" ".join(str(slot[0]) for slot in order) for order in rank_orders("1F1B", 2, 3)]
@@ -115,7 +117,7 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 
 
 def order_rows(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Rows]:
-    """Like `rank_orders`, as tables."""
+    """Return the actions of each pipeline rank as a table of rows; arguments and errors are those of `rank_orders`."""
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
     return [SCHEDULES[schedule].rows(shape, rank) for rank in range(ranks)]
@@ -128,7 +130,7 @@ def _slots(rows: Rows) -> Iterator[Slot]:
 
 
 def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int | None:
-    """The period of a schedule's steady state in micro-batches; None without a steady state."""
+    """Return the number of micro-batches after which a schedule's steady state repeats; None without a steady state."""
     found = SCHEDULES[schedule]
     if found.in_rounds:
         return _Shape(ranks, 1, micro_batches).round_size
@@ -136,9 +138,10 @@ def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> in
 
 
 def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Number of first micro-batches that show a schedule's steady state twice after its warm-up, if it has one.
+    """Return how many micro-batches show a schedule's steady state twice after its warm-up, if it has one.
 
-    Found by experiment; interleaved schedules with one stage on each of two or three ranks need some more.
+    The numbers were found by experiment. Interleaved schedules with one stage on each of two or three ranks need some
+    more micro-batches.
     """
     found = SCHEDULES[schedule]
     if found.in_rounds:
@@ -147,17 +150,17 @@ def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual
 
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """The rank of each of the ranks * virtual_stages stages."""
+    """Return the rank of each stage, in the order of the model."""
     if SCHEDULES[schedule].is_v:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * virtual_stages
 
 
 def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """The most micro-batches between forward and backward at once, by rank; those of each stage count.
+    """Return, for each rank, the most micro-batches that are between their forward and their backward at once.
 
-    Counted in the schedule's rows: those of two rounds, or of twice as many micro-batches as ranks, where the steady
-    state repeats itself. Ranks are filled by then.
+    A micro-batch counts once for each stage of the rank. The numbers are counted in the schedule's rows. If the steady
+    state repeats, two rounds, or twice as many micro-batches as ranks, are enough to fill all ranks.
 
     Example:
         >>> most_in_flight("1F1B", 4, 8), most_in_flight("ZBVZeroBubble", 4, 8, 2)
@@ -177,12 +180,12 @@ def _counted_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_st
 
 
 _COMES_AND_GOES = np.array([1, -1, 0, -1])
-"""Change of the number of micro-batches in flight by an action of each kind."""
+"""By how much an action of each kind changes the number of micro-batches in flight."""
 
 
 @lru_cache(maxsize=64)
 def cuts_backward(schedule: str) -> bool:
-    """Whether a schedule cuts backwards in two.
+    """Whether a schedule cuts backwards into halves for inputs and for weights.
 
     Example:
         >>> [name for name in SCHEDULES if cuts_backward(name)]
@@ -193,12 +196,12 @@ def cuts_backward(schedule: str) -> bool:
 
 
 def usual_schedule(virtual_stages: int) -> str:
-    """The default schedule of a pipeline."""
+    """Return the default schedule of a pipeline with this number of stages on each rank."""
     return "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
 
 
 def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
-    """Rows of actions of one kind."""
+    """Return rows for actions of one kind, of one stage or of several, on these micro-batches."""
     return np.stack(np.broadcast_arrays(stage, kind, micro_batches, 0), axis=1)
 
 
@@ -225,7 +228,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Each W follows its I by `rank` backwards; the remaining W come last."""
+    """Return a rank's rows. Each W comes `rank` backwards after its I, and the remaining W come last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -236,13 +239,19 @@ def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
 
 
 def _warm_up(shape: _Shape, virtual_stages: int | Rows, rank: int | Rows, per_hop: int) -> Rows:
-    """Forwards before the first backward of an interleaved schedule, with one number of virtual stages or several."""
+    """Return the number of forwards before the first backward of an interleaved schedule.
+
+    `virtual_stages` and `rank` may be arrays.
+    """
     last_rank = (virtual_stages - 1) * shape.round_size
     return np.minimum(last_rank + per_hop * (shape.ranks - 1 - rank), virtual_stages * shape.micro_batches)
 
 
 def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
-    """Round by round, the rank's stages in turn (forwards from its first stage, backwards from its last)."""
+    """Return a rank's actions of one kind, round by round, with the rank's stages in turn in each round.
+
+    Forwards begin with the rank's first stage, backwards with its last stage.
+    """
     stages = np.arange(rank, shape.stages, shape.ranks)[:: 1 if kind is F else -1]
     starts = np.arange(0, shape.micro_batches, shape.round_size)
     start, stage, index = np.meshgrid(starts, stages, np.arange(shape.round_size), indexing="ij")
@@ -250,7 +259,7 @@ def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
 
 
 def _alternate(forwards: Rows, backwards: Rows, warm_up: int) -> Rows:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
     later = len(forwards) - warm_up
     pairs = np.stack([forwards[warm_up:], backwards[:later]], axis=1)
     return np.concatenate([forwards[:warm_up], pairs.reshape(-1, pairs.shape[-1]), backwards[later:]])
@@ -258,7 +267,13 @@ def _alternate(forwards: Rows, backwards: Rows, warm_up: int) -> Rows:
 
 @dataclass(slots=True)
 class _Counting:
-    """Rows under construction: each stage takes its micro-batches in order."""
+    """A rank's rows under construction. Each stage takes its micro-batches in order.
+
+    Args:
+        rows: (stage, kind, micro-batch, fused with the previous action) of each action so far.
+        forwards, backwards, weights: stage to its number of F, of B and I, and of W so far.
+        owed: (stage, micro-batch) of each W that a backward has put off, the oldest first.
+    """
 
     rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)
     forwards: Counter[int] = field(default_factory=Counter)
@@ -272,18 +287,18 @@ class _Counting:
             self._next(stage, kind)
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
-        """Append a fused forward and full backward."""
+        """Append a forward and a full backward that run as one."""
         self._next(forward_stage, F)
         self._next(backward_stage, B, joined=True)
 
     def repay(self) -> None:
-        """Append the W that has waited longest, if any."""
+        """Append the W that was put off first, if any is left."""
         if self.owed:
             stage, index = self.owed.popleft()
             self.rows.append((stage, W, index, False))
 
     def _next(self, stage: int, kind: ActionKind, joined: bool = False) -> None:
-        """B counts as the stage's I."""
+        """Append the next action of one kind; B and I of a stage share one count."""
         counts = self.forwards if kind is F else self.weights if kind is W else self.backwards
         index = counts[stage]
         counts[stage] = index + 1
@@ -293,7 +308,7 @@ class _Counting:
 
 
 def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
-    """The paper's order for at least 2p - 1 micro-batches, without surplus micro-batches."""
+    """Return a rank's rows: the paper's order of at least 2p - 1 micro-batches, without surplus micro-batches."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     total = max(2 * p - 1, shape.micro_batches)
     made = _Counting()
@@ -319,7 +334,7 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
-    """The eight phases of DualPipe's order, for a rank of its V."""
+    """Return a rank's rows: the eight phases of DualPipe's order, for a rank of its V."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     after = p - rank - 1
     made = _Counting()
@@ -346,7 +361,10 @@ def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) -> None:
-    """The last backwards of DualPipeV, from halfway on cut in two."""
+    """Append the last backwards of DualPipeV. From halfway on, they are cut in two.
+
+    `after` is the number of ranks behind this rank, `first` and `last` are the rank's stages.
+    """
     for turn in range(2 * (rank + 1)):
         made.run(last if turn % 2 == 0 else first, B if turn <= rank else I)
     for _ in range(after):
@@ -362,13 +380,13 @@ class Schedule:
 
     Args:
         name: name for `torch.distributed.pipelining.schedules.get_schedule_class`.
-        rows: the actions of a rank, in order.
-        least_stages, most_stages: stages on each rank; `most_stages` None: any number.
-        is_v: stages are laid out as a V; otherwise in loops over the ranks.
-        in_rounds: micro-batches come in equal rounds of about as many as there are ranks.
-        repeats: the schedule has a repeating steady state.
-        fills: the schedule needs at least as many micro-batches as stages.
-        is_searched: the search for recipes tries it.
+        rows: function that returns the actions of a rank, in order.
+        least_stages, most_stages: allowed numbers of stages on each rank; `most_stages` is None without a limit.
+        is_v: whether stages are laid out as a V; otherwise in loops over the ranks.
+        in_rounds: whether micro-batches come in equal rounds of about as many as there are ranks.
+        repeats: whether the schedule has a steady state that repeats.
+        fills: whether the schedule needs at least as many micro-batches as stages.
+        is_searched: whether the search for recipes tries the schedule.
     """
 
     name: str
@@ -383,11 +401,11 @@ class Schedule:
     is_searched: bool = True
 
     def numbers_of_stages(self, most: int) -> range:
-        """Numbers of stages on each rank that the schedule allows, up to `most`."""
+        """Return the numbers of stages on each rank that the schedule allows, up to `most`."""
         return range(self.least_stages, min(most, self.most_stages or most) + 1)
 
     def refusal_of_stages(self, virtual_stages: int) -> str | None:
-        """Reason why the schedule does not allow this number of stages on each rank; None if it does.
+        """Return why the schedule does not allow this number of stages on each rank; None if it does.
 
         Example:
             >>> SCHEDULES["1F1B"].refusal_of_stages(2)
@@ -413,11 +431,11 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("DualPipeV", _dual_pipe_v, least_stages=2, most_stages=2, is_v=True, fills=True),
     )
 }
-"""The schedules that run, by name."""
+"""Name of a schedule to the schedule."""
 
 
 def admits(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> bool:
-    """Whether a schedule runs so many micro-batches and virtual stages: whether `rank_orders` takes them.
+    """Whether `rank_orders` accepts a schedule with these numbers of ranks, micro-batches and stages on each rank.
 
     Example:
         >>> admits("1F1B", 4, 6), admits("1F1B", 4, 6, 2), admits("Interleaved1F1B", 4, 9, 2)
@@ -433,7 +451,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Reason why a schedule does not allow these numbers; None if it does."""
+    """Return why a schedule does not allow these numbers; None if it does."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -1,8 +1,8 @@
 """Slowdown of kernels and collectives in a training step of several GPUs, compared with separate benchmarks.
 
-Kernels are slower there (clocks under sustained power; collectives take processors and bandwidth). So are collectives
-between nodes, which start with the last rank, and whose groups share links. Collectives within a node follow each other
-on filled channels, so their bandwidth does not ramp up a second time.
+In a step, kernels are slower, because sustained power lowers clocks, and collectives take processors and bandwidth.
+Collectives between nodes are slower too: they start with the last rank, and their groups share links. Collectives
+within a node follow each other on filled channels, so their bandwidth does not ramp up a second time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cost_models import constants
 
 @dataclass(frozen=True, slots=True)
 class InStep:
-    """Factors on times of a benchmark.
+    """Factors by which times in a step are longer than times in a benchmark.
 
     Args:
-        kernels: factor of all kernels.
-        network: factor of collectives between nodes.
-        ramp: factor of the time in which the bandwidth of collectives within a node ramps up.
+        kernels: factor on the times of all kernels.
+        network: factor on the times of collectives between nodes.
+        ramp: factor on the time in which the bandwidth of collectives within a node ramps up.
     """
 
     kernels: float = 1.0
@@ -29,11 +29,11 @@ class InStep:
 
 
 ALONE = InStep()
-"""One GPU, and CPUs: their times are measured in steps, or are equal in steps."""
+"""The factors of one GPU and of CPUs, all one: their times are the same in a step, or were measured in steps."""
 
 
 @lru_cache(maxsize=1)
 def in_step() -> InStep:
-    """The factors of groups of GPUs, fitted to published runs (`data/runtime/step.toml`)."""
+    """Return the factors of groups of GPUs, fitted to published runs (`data/runtime/step.toml`)."""
     file = constants.load("runtime", "step")
     return InStep(**{item.name: file.number(item.name, "1") for item in fields(InStep)})

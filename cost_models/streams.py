@@ -1,20 +1,24 @@
-"""One rank's step on several streams: computation in order, and communication over each class of links.
+"""Simulate one rank's step on several streams: one for computation, and one for each class of links.
 
-A step is a sequence of segments (blocks of the model, forward and then backward), each a list of operations in program
-order. Computation runs on one stream, one operation after the other. A communication runs on the stream of its links:
+A step is a sequence of segments (blocks of the model, forward and then backward). A segment is a list of operations in
+program order. Computation runs on one stream, one operation after the other. A communication runs on the stream of its
+links:
 
-* It starts when its operands are computed and its stream is free; streams run their operations in order of issue.
-* Only its readers wait for it. Operations of a later segment, and the end of the step, wait for all communication.
-* Communication that needs no result of the step is issued `prefetch` segments early, at the start of that segment. FSDP
-  gathers parameters in this way (Zhao et al. 2023).
-* While any communication runs, computation takes (1 + slowdown) times as long: both use the same processors and memory.
+* It starts when its operands are computed and its stream is free. Each stream runs its operations in order of issue.
+* Only the operations that read its result wait for it. A barrier segment and the end of the step wait for all
+  communication.
+* Communication that needs no result of the step is issued early, `prefetch` segments ahead, at the start of that
+  segment. FSDP gathers parameters in this way (Zhao et al. 2023).
+* While any communication runs, computation takes (1 + slowdown) times as long, because both use the same processors and
+  memory.
 * The host issues operations in program order, `dispatch_s` apart, ahead of the device. No operation starts before its
   issue.
 
-Without overlap each communication runs at its place in the program, and everything waits for it. The step is the sum.
+Without overlap, each communication runs at its place in the program, and everything waits for it. The time of the step
+is then the sum over operations.
 
-Repeated segments are compressed once: computation for which no communication waits runs as one operation. So a step
-costs a few events per communication, however many operations it has.
+Repeated segments are compressed once: neighbouring computations between which no communication is awaited or started
+become one operation. So the simulation costs a few events for each communication, however many operations there are.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the step. `is_barrier`: the part waits for all earlier communication, as the update does."""
+    """A part of the step. A barrier (`is_barrier`) waits for all earlier communication, e.g. the update."""
 
     name: str
     ops: tuple[Op, ...]
@@ -65,10 +69,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Overlap of communication with computation in a runtime.
+    """How a runtime overlaps communication with computation.
 
     Args:
-        prefetch: the number of segments by which a gather of parameters precedes their use.
+        prefetch: how many segments before their use parameters are gathered.
         slowdown: computation beside communication takes 1 + slowdown times as long.
     """
 
@@ -77,11 +81,11 @@ class Overlap:
 
 
 def overlap_of(cluster: Cluster) -> Overlap | None:
-    """Overlap of computation with a program's communication on a cluster; None: no overlap.
+    """Return how a program's communication overlaps with computation on a cluster; None if overlap does not help.
 
-    On a GPU collectives take some of its processors (`measured_slowdown`). CPUs of one machine are as busy in
-    communication as in computation. 62 ms in sequence were 64 ms overlapped (Gloo on loopback, two cores, 2026-11-23).
-    CPUs behind a network wait for it, and lose less than they hide.
+    On a GPU, collectives take some of its processors (`measured_slowdown`). CPUs of one machine are as busy in
+    communication as in computation. Work of 62 ms in sequence took 64 ms overlapped (Gloo on loopback, two cores,
+    2026-11-23). CPUs behind a network mostly wait for it, so overlap hides more time than it costs.
     """
     if cluster.device.dispatch_s:
         return Overlap()
@@ -89,21 +93,24 @@ def overlap_of(cluster: Cluster) -> Overlap | None:
 
 
 def beside(computation_s: float, communication_s: float) -> float:
-    """Seconds of computation and communication that run side by side.
+    """Seconds until computation and communication that start together are both done.
 
-    max(communication, computation + slowdown * min(computation, communication))
+    This is max(communication, computation + slowdown * min(computation, communication)).
     """
     return max(communication_s, computation_s + slowed(computation_s, communication_s))
 
 
 def slowed(computation_s: float, communication_s: float) -> float:
-    """Seconds by which communication slows the computation beside it."""
+    """Seconds by which communication prolongs the computation beside it."""
     return measured_slowdown() * min(computation_s, communication_s)
 
 
 @lru_cache(maxsize=1)
 def measured_slowdown() -> float:
-    """The published mean, from `data/runtime/overlap.toml`."""
+    """Return the slowdown of a GPU's computation beside communication, a published mean.
+
+    The number is in `data/runtime/overlap.toml`.
+    """
     return _number("compute_slowdown")
 
 
@@ -113,15 +120,15 @@ def _number(key: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StreamTimes:
-    """A simulated step.
+    """The times of a simulated step, in seconds.
 
     Args:
         total_s: time of the step, the sum of `compute_s`, `slowdown_s`, `exposed_s` and `host_s`.
-        compute_s: by label of computation, its time if nothing ran beside it.
-        slowdown_s: time by which communication slows the computation beside it.
-        exposed_s: by label of communication, the time in which computation waits for it.
-        host_s: the time in which the device waits for the host to issue an operation.
-        communication_s: by label of communication, its time; all but the exposed time is overlapped.
+        compute_s: label of computation to its time without communication beside it.
+        slowdown_s: time by which communication prolongs the computation beside it.
+        exposed_s: label of communication to the time in which computation waits for it.
+        host_s: time in which the device waits for the host to issue an operation.
+        communication_s: label of communication to its time. All but the exposed time is overlapped.
         timeline: spans of the step, if recorded.
     """
 
@@ -135,7 +142,7 @@ class StreamTimes:
 
     @property
     def overlapped_s(self) -> dict[str, float]:
-        """By label of communication, the time in which computation does not wait for it."""
+        """Label of communication to the seconds in which computation does not wait for it."""
         return {label: max(0.0, busy - self.exposed_s.get(label, 0.0)) for label, busy in self.communication_s.items()}
 
 
@@ -145,10 +152,10 @@ def simulate_streams(
     """Simulate a step.
 
     Args:
-        segments: in order; the same object wherever a segment repeats.
-        overlap: overlap of communication; None: no overlap.
-        dispatch_s: host time to issue one operation; 0 if the device is its own host.
-        record: keep the timeline, with every operation separate.
+        segments: the segments in order. A segment that repeats should be the same object each time.
+        overlap: how communication overlaps with computation; None for no overlap.
+        dispatch_s: seconds of host time to issue one operation; 0 if the device is its own host.
+        record: whether to keep the timeline, with every operation separate.
 
     Raises:
         CostArgumentError: a time is negative, or an operation needs an operation that is not earlier.
@@ -173,10 +180,10 @@ def simulate_streams(
 
 
 class _Chain(NamedTuple):
-    """Operations of one stream that run back to back: n launches, d seconds, and the host's delay.
+    """Operations of one stream that run back to back.
 
-    A chain that starts at clock c with the host at h ends at max(c + d, h + lag). Here lag = max over i of (i *
-    dispatch + the seconds from operation i on).
+    Let the chain take d `seconds`. If the stream is free at time c and the host at time h, the chain ends at
+    max(c + d, h + lag). The lag is the maximum over i of (i * dispatch + the seconds from operation i on).
     """
 
     op: Op
@@ -194,7 +201,15 @@ class _Chain(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A segment ready to run. Each communication follows its last operand; early communications are listed apart."""
+    """A segment that is ready to run.
+
+    Args:
+        name, is_barrier: name of the segment, and whether it is a barrier.
+        early: early communications with their indices in the segment.
+        ops: all other operations with their indices, in order of issue. A communication comes right after the last of
+            its operands.
+        compute_s: label of computation to its seconds in the segment.
+    """
 
     name: str
     is_barrier: bool
@@ -204,7 +219,10 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Order and compress a segment. Operations keep their indices; a merged one has that of its last part."""
+    """Order and compress a segment.
+
+    Operations keep their indices in the segment; a merged operation has the index of its last part.
+    """
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
     if overlaps:
@@ -220,7 +238,10 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
-    """Index of the last computation that a communication needs, directly or through other communications; -1: none."""
+    """Return the index of the last computation that a communication needs, directly or through other communications.
+
+    The result is -1 if it needs none.
+    """
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
@@ -238,9 +259,11 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
 
 @dataclass(slots=True)
 class _Stream:
-    """The communications of a stream, finished or running, as (start, end, label) in order.
+    """A stream of communications.
 
-    `first` is the index of the first one that may still run.
+    Args:
+        ran: (start, end, label) of each communication that was issued, in order.
+        first: index of the first communication that may not have ended yet.
     """
 
     ran: list[tuple[float, float, str]] = field(default_factory=list)
@@ -253,7 +276,16 @@ class _Stream:
 
 @dataclass(slots=True)
 class _StreamState:
-    """The state of a simulation. The compute stream is free from `clock` on, the host from `host` on."""
+    """The state of a simulation.
+
+    Args:
+        segments, overlap, dispatch_s, record: arguments of `simulate_streams`, with segments compiled.
+        clock, host: the times from which the compute stream and the host are free.
+        slowdown_s, host_s, exposed: the sums so far, as in `StreamTimes`.
+        streams: name of a stream to its communications.
+        early: number of a segment to its early communications: index to (start, end, stream).
+        spans: the timeline so far, if recorded.
+    """
 
     segments: Sequence[_Compiled]
     overlap: Overlap | None
@@ -282,7 +314,7 @@ class _StreamState:
         self._wait_for_all()
 
     def times(self) -> StreamTimes:
-        """The results."""
+        """Return the times of the simulated step."""
         compute: dict[str, float] = defaultdict(float)
         busy: dict[str, float] = defaultdict(float)
         for segment in self.segments:
@@ -322,7 +354,10 @@ class _StreamState:
             ends[index] = (self.clock, self._compute(chain), COMPUTE)
 
     def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]]) -> tuple[float, float, str]:
-        """Issue a communication of the present segment once its operands are done, or at its place without overlap."""
+        """Issue a communication of the current segment; return (start, end, stream).
+
+        With overlap it starts once its operands are done; without, computation waits for it.
+        """
         if self.overlap is None:
             start, end = self._communicate(op, self.clock)
             self._wait(end, op.stream)
@@ -342,9 +377,9 @@ class _StreamState:
         return start, end
 
     def _wait(self, until: float, name: str) -> None:
-        """Let the compute stream wait for the stream `name`.
+        """Let the compute stream wait for the stream `name` until the time `until`, and count this time.
 
-        Communication on that stream meanwhile is exposed. While that stream itself waits, communication on other
+        Meanwhile, communication on that stream is exposed. While that stream is idle too, communication on other
         streams is exposed. The remaining time is waiting for the host.
         """
         if until <= self.clock or name == COMPUTE:
@@ -358,7 +393,7 @@ class _StreamState:
         self.clock = until
 
     def _expose(self, stream: _Stream, idle: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Count a stream's work in idle intervals as exposed; return the remaining intervals, in order."""
+        """Count a stream's communication within the idle intervals as exposed; return the rest of the intervals."""
         left = []
         for first, last in idle:
             for start, end, label in reversed(stream.ran):
@@ -378,7 +413,10 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run computation, slower beside communication, and not before its issue by the host; return its end."""
+        """Run computation, and return its end.
+
+        Computation is slower beside communication, and does not start before the host has issued it.
+        """
         start, issued = self.clock, self.host
         if self._is_alone():
             self.clock = start + chain.seconds
@@ -399,7 +437,7 @@ class _StreamState:
         return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
-        """The end of work that starts at the clock, found by walking over the changes of communication."""
+        """Return the end of `seconds` of computation that starts at the clock and is slowed by communication."""
         assert self.overlap is not None
         now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
         while True:
@@ -411,7 +449,7 @@ class _StreamState:
             now = change
 
     def _next_change(self, now: float) -> tuple[float, bool]:
-        """(next start or stop of any stream, whether a stream runs now)."""
+        """Return the time of the next start or end of a communication, and whether a communication runs at `now`."""
         change, busy = float("inf"), False
         for stream in self.streams.values():
             while stream.first < len(stream.ran) and stream.ran[stream.first][1] <= now:

@@ -1,13 +1,14 @@
 """Bytes per second of kernels by size: measured curves of a device, such as a CPU core.
 
-Small operands are in caches, large ones in memory, and fresh large results are mapped page by page. A core that adds
-vectors of 1 MiB at 88 GB/s adds those of 64 MiB at 5. Kernels that compute per element (`tanh`), and composite kernels
-(attention on a CPU), have curves of their own, by the operator's name.
+Small operands are in caches, large operands in memory, and large new results are mapped page by page. For example, a
+core adds vectors of 1 MiB at 88 GB/s, and vectors of 64 MiB at 5 GB/s. Kernels that compute much for each element
+(`tanh`), and composite kernels (attention on a CPU), have curves of their own, by the operator's name.
 
-    seconds = bytes / rate(bytes),   log(rate) linear in log(bytes) between the measured sizes, constant beyond them
+    seconds = bytes / rate(bytes)
 
-`bytes` are those of the operator's `Work`. In addition, the products of experts run at the rate of products.
-Attention's products are part of its curve, which is read by `cost_models.compute.attended_bytes`.
+Between the measured sizes, log(rate) is linear in log(bytes). Beyond them, the rate is constant. `bytes` are those of
+the operator's `Work`. The products of experts come on top, at the rate of matrix products. The products of attention
+are part of its curve, which is read at `cost_models.compute.attended_bytes`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from math import exp, log
 
 Curve = tuple[tuple[float, float], ...]
-"""(bytes moved, bytes per second), by bytes."""
+"""Points (bytes moved, bytes per second), in the order of bytes."""
 
 MEMORY = "memory"
-"""The curve of plain copies, and of kernels without a curve of their own."""
+"""Name of the curve of plain copies, and of kernels without a curve of their own."""
 
 _KERNELS = {
     "autoshard.attention.default": "attention",
@@ -37,7 +38,7 @@ _KERNELS = {
 
 
 def kernel_of(operator: str) -> str:
-    """The name of an operator's curve, shared by similar operators; most operators have their own.
+    """Return the name of an operator's curve. Similar operators share a curve; most operators have their own.
 
     Example:
         >>> kernel_of("autoshard.ring_attention.default"), kernel_of("aten.tanh.default")
@@ -47,7 +48,7 @@ def kernel_of(operator: str) -> str:
 
 
 def curve_of(times: Sequence[tuple[float, float]]) -> Curve:
-    """The curve of measured (bytes, seconds): a larger size is taken to need at least the time of a smaller one."""
+    """Return the curve through measured (bytes, seconds). A larger size takes at least the time of a smaller size."""
     curve: list[tuple[float, float]] = []
     longest = 0.0
     for size, seconds in sorted(times):
@@ -57,7 +58,7 @@ def curve_of(times: Sequence[tuple[float, float]]) -> Curve:
 
 
 def time_on(curve: Curve, bytes_moved: float) -> float:
-    """Seconds to move bytes by a curve.
+    """Return the seconds to move bytes at the rates of a curve.
 
     Example:
         >>> time_on(((1e6, 1e9), (1e8, 1e8)), 2e8)
@@ -73,12 +74,12 @@ def time_on(curve: Curve, bytes_moved: float) -> float:
 
 
 def numbers_of(curves: Mapping[str, Curve]) -> dict[str, tuple[float, str]]:
-    """The constants of a device's file: "throughput.<operator>.<bytes>" to (value, unit)."""
+    """Return curves as constants of a device's file: "throughput.<operator>.<bytes>" to (value, unit)."""
     return {f"throughput.{name}.{round(size)}": (rate, "B/s") for name, curve in curves.items() for size, rate in curve}
 
 
 def curves_of(constants: Mapping[str, float]) -> dict[str, Curve]:
-    """The curves of a file's constants, by the path after "throughput.", the inverse of `numbers_of`."""
+    """Return the curves in a device's file, given its constants by the path after "throughput."."""
     found: dict[str, list[tuple[float, float]]] = {}
     for path, rate in constants.items():
         name, _, size = path.rpartition(".")

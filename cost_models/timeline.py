@@ -1,6 +1,6 @@
-"""The timeline of a simulated step: spans on streams of processes.
+"""The timeline of a simulated step: spans of time on streams.
 
-Streams belong to processes. Ranks with equal timelines share one process.
+Each stream belongs to a process. Ranks with equal timelines share one process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ COMPUTE = "compute"
 
 
 class Span(NamedTuple):
-    """Time of a task, and its stream and process (an index into the timeline's `processes`)."""
+    """The time in which a task runs, with its stream and its process, an index into the timeline's `processes`."""
 
     name: str
     stream: str

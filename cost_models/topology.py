@@ -1,10 +1,11 @@
 """Links, the wiring of devices, and the links of a group of ranks.
 
-Three levels: devices of a node share a fabric (`intra`), nodes a network (`inter`), pods of nodes a spine that may be
-oversubscribed. A group of n ranks has per_node * nodes members. All groups along an axis communicate at once (SPMD), so
-each member has its own share of each level. The group's network bandwidth per node is per_node times the share of one
-device, never the whole node's. If devices are connected without a switch, the bandwidth of a group is that of its
-narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al. 2024, "ForestColl", section 3).
+Links have three levels. Devices of a node share a fabric (`intra`), nodes share a network (`inter`), and pods of nodes
+share a spine that may be oversubscribed. A group has per_node members in each of several nodes. All groups along an
+axis communicate at once (SPMD), so each member has its own share of each level. The group's network bandwidth at a node
+is per_node times the share of one device, never the whole node's bandwidth. If devices are connected without a switch,
+the bandwidth of a group is that of its narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al.
+2024, "ForestColl", section 3).
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ class Link:
     """A link, from the view of one device.
 
     Args:
-        bandwidth_bytes_per_s: nominal, per device and direction (a device's share of its node's network cards).
+        bandwidth_bytes_per_s: nominal bandwidth of a device in each direction; on a network, the device's share of its
+            node's cards.
         efficiency: fraction of the bandwidth that long transfers reach.
         in_network_efficiency: the same fraction for all-reduce inside the switch (NVLS); 0 if the switch cannot reduce.
-        latency_s: per step of an algorithm (hop), with the protocol for long messages (NCCL's Simple).
-        start_s: per collective, for any group.
-        ramp_bytes: message size that scales how slowly bandwidth saturates, in `collectives`; 0: at once.
-        reduce_scatter_phases: ring phases of a reduce-scatter: 1 (NCCL), about 2 if the library uses an all-reduce and
-            a slice (Gloo).
+        latency_s: seconds for each hop of an algorithm, with the protocol for long messages (NCCL's Simple).
+        start_s: seconds for each phase of a collective, for any group.
+        ramp_bytes: a larger number means that bandwidth saturates more slowly with size (`collectives`); 0 means at
+            once.
+        reduce_scatter_phases: ring phases that a reduce-scatter takes. NCCL takes 1. A library that slices an
+            all-reduce takes about 2 (Gloo).
         protocols: protocols for short messages, if the library has any (NCCL's LL and LL128).
-        measured: measured times of collectives on this link, which then count (Gloo on a CPU).
+        measured: measured times of collectives on this link; if present, they count (Gloo on a CPU).
     """
 
     bandwidth_bytes_per_s: float
@@ -54,13 +57,13 @@ class Link:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers behind the price of collectives, without measured times."""
+        """All numbers that the price of a collective depends on, without measured times."""
         short = (number for each in self.protocols for number in (each.start_s, each.latency_s))
         speeds = (self.bandwidth_bytes_per_s, self.efficiency, self.in_network_efficiency, self.ramp_bytes)
         return (*speeds, self.start_s, self.latency_s, *short)
 
     def slowed(self, factor: float) -> Link:
-        """The link with collective times multiplied by `factor`."""
+        """Return the link with the times of collectives multiplied by `factor`."""
         short = tuple(
             replace(each, latency_s=each.latency_s * factor, start_s=each.start_s * factor) for each in self.protocols
         )
@@ -68,19 +71,19 @@ class Link:
         return replace(self.scaled(1 / factor), latency_s=latency_s, start_s=start_s, protocols=short)
 
     def scaled(self, factor: float) -> Link:
-        """The link with its bandwidth multiplied by `factor`."""
+        """Return the link with its bandwidth multiplied by `factor`."""
         return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """A protocol for short messages: flags travel with the data, so steps are short and part of the bandwidth is lost.
+    """A protocol for short messages: flags travel with the data, so hops are short and part of the bandwidth is lost.
 
     Args:
-        name: "LL" (8-byte lines, half of them flags) or "LL128" (120 bytes of 128).
-        bandwidth_share: fraction of the link's reached bandwidth.
-        latency_s: per step.
-        start_s: per collective.
+        name: "LL" (8-byte lines, half of them flags) or "LL128" (120 bytes of data in each 128).
+        bandwidth_share: fraction of the link's reached bandwidth that is left.
+        latency_s: seconds for each hop.
+        start_s: seconds for each phase of a collective.
     """
 
     name: str
@@ -91,11 +94,14 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """A collective of n members on one link: start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth.
+    """Measured times of one collective on one link.
+
+    With n members, it takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth.
 
     Args:
-        name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"; bytes are those of `collectives`.
-        start_s, latency_s: once, and for each further member.
+        name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all". Its `bytes` are those in `collectives`.
+        start_s: seconds that it takes once.
+        latency_s: seconds for each member but the first.
         bandwidth_bytes_per_s: bandwidth of all phases together.
     """
 
@@ -105,7 +111,7 @@ class MeasuredCollective:
     bandwidth_bytes_per_s: float
 
     def seconds(self, full_bytes: float, members: int) -> float:
-        """Time for a group of so many members."""
+        """Return the seconds of the collective in a group of so many members."""
         carried = (members - 1) / members * full_bytes
         return self.start_s + (members - 1) * self.latency_s + carried / self.bandwidth_bytes_per_s
 
@@ -122,15 +128,16 @@ class NodeWiring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Links and cards that devices share.
+    """Links and network cards that the devices of a node share.
 
     Args:
         layout: direct connections. The node's `intra` link is that of a device over all its direct links together.
         host: the host's bus, for pairs without a direct link; None if every pair has a direct link.
-        devices_per_nic: devices that share one network card; alone on a node, a device has the whole card.
-        nodes_per_pod: nodes below one leaf of the network, with full bandwidth among them; 0: all nodes.
-        oversubscription: bandwidth of a pod's cards over that of its uplink to the spine.
-        cards_per_collective: in a large node, devices whose cards one ring or tree uses at once; 0: all.
+        devices_per_nic: number of devices that share one network card. A device that is alone on a node has the whole
+            card.
+        nodes_per_pod: number of nodes below one leaf of the network, with full bandwidth among them; 0 for all nodes.
+        oversubscription: bandwidth of a pod's cards divided by the bandwidth of its uplink to the spine.
+        cards_per_collective: number of devices of a node whose network cards one ring or tree uses at once; 0 for all.
     """
 
     layout: NodeWiring = NodeWiring.SWITCH
@@ -152,7 +159,7 @@ _CUBE = (
 
 
 def direct_links(layout: NodeWiring, devices: int) -> dict[tuple[int, int], float]:
-    """The direct links of a node: (device, other device) with device < other, to the share of a device's bandwidth."""
+    """Return the direct links of a node: pair of devices, smaller number first, to a share of a device's bandwidth."""
     pairs = list(combinations(range(devices), 2))
     match layout:
         case NodeWiring.MESH:
@@ -166,10 +173,11 @@ def direct_links(layout: NodeWiring, devices: int) -> dict[tuple[int, int], floa
 
 @lru_cache(maxsize=4096)
 def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> float:
-    """The share of a device's bandwidth that a group of these devices of one node reaches; 0 if no links join it.
+    """Return the share of a device's bandwidth that a group of devices of one node reaches; 0 if no links join it.
 
-    Let B(S) be the links that leave the set S, and g the number of members. An all-gather takes at least |S|/g of its
-    bytes over B(S). So an equivalent ring has links of the least (g - 1) * B(S) / |S| over all proper subsets S.
+    Let g be the number of members, S a proper subset of them, and B(S) the bandwidth of the links that leave S. An
+    all-gather sends at least |S|/g of its bytes over these links. So the group is as fast as a ring whose links have
+    the least (g - 1) * B(S) / |S| over all S.
     """
     if layout is NodeWiring.SWITCH or len(members) == 1:
         return 1.0
@@ -185,12 +193,20 @@ def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> f
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
-    """Links of a group of `size` ranks: `per_node` members in each of `nodes` nodes, in `pods` pods.
+    """The links of a group of ranks.
 
-    `intra` is None unless per_node > 1, and `inter` unless nodes > 1. `spine` is a device's share when all traffic
-    leaves the pod, and None unless the group spans pods with an oversubscribed uplink. A group with uneven numbers of
-    ranks per node counts as a flat ring over the network, with one member per node. This reading is pessimistic.
-    `cards` of a node's members have a network card that a ring or tree uses; 0: all.
+    A group with uneven numbers of ranks per node counts as a flat ring over the network, with one member per node. This
+    is pessimistic.
+
+    Args:
+        size: number of members.
+        per_node, nodes: number of members in each node, and number of nodes.
+        intra: the fabric in a node; None unless per_node > 1.
+        inter: the network; None unless nodes > 1.
+        pods: number of pods of nodes.
+        spine: a device's share of the spine if all traffic leaves the pod. None unless the group spans several pods
+            with an oversubscribed uplink.
+        cards: number of members in each node whose network cards a ring or tree uses; 0 for all.
     """
 
     size: int
@@ -204,7 +220,10 @@ class GroupLinks:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Hashed once, as prices are looked up by group very often; of numbers alone, so alike in every process."""
+        """Compute the hash once, because prices are looked up by group very often.
+
+        It depends on numbers alone, so it is equal in every process.
+        """
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
 
@@ -212,14 +231,14 @@ class GroupLinks:
         return self._hash
 
     def measured(self, collective: str) -> MeasuredCollective | None:
-        """The measured collective on the fabric of one node, or None."""
+        """Return the measured times of a collective in a group within one node; None without a measurement."""
         if self.nodes > 1 or self.intra is None:
             return None
         return next((each for each in self.intra.measured if each.name == collective), None)
 
     @property
     def used_cards(self) -> int:
-        """Members of each node whose network cards a ring or tree uses."""
+        """Number of members in each node whose network cards a ring or tree uses."""
         return min(self.per_node, self.cards) if self.cards else self.per_node
 
     @property
@@ -239,15 +258,20 @@ def group_links(
     wiring: Wiring = SWITCHED,
     wired_devices: int = 0,
 ) -> GroupLinks:
-    """The links of a group over `axes` of a row-major mesh `shape` on nodes of contiguous ranks.
+    """Return the links of a group over `axes` of a row-major mesh, on nodes of contiguous ranks.
 
-    1. The members of a group differ only in the coordinates of `axes`; list the ranks of every group.
-    2. Count each group's members per node. If every group has the same count in each of its nodes, it is per_node x
-       nodes. Otherwise it counts as a flat ring over the network. Nodes per pod are counted in the same way.
-    3. Inside the node, the slowest of the groups decides: its share of the direct links, or the host's bus.
+    1. List the ranks of every group. The members of a group differ only in their coordinates along `axes`.
+    2. Count each group's members in each node. If all counts are equal, the group has per_node members in each of its
+       nodes. Otherwise it counts as a flat ring over the network. Members in each pod are counted in the same way.
+    3. Within nodes, the slowest group decides. Its link is its share of the direct links, or the host's bus.
 
     Args:
-        wired_devices: devices of a complete node (the layout's); default: `devices_per_node`.
+        shape: name and size of each mesh axis, outermost first.
+        axes: the axes of the group.
+        nodes, devices_per_node: number of nodes, and of devices used in each node.
+        intra, inter: the fabric in a node, and the network between nodes.
+        wiring: links and network cards that devices share.
+        wired_devices: number of devices in a complete node, which the layout is for; 0 for `devices_per_node`.
 
     Raises:
         TopologyError: an axis is unknown, or the mesh is larger than the cluster.
@@ -294,20 +318,27 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
 
 
 def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
-    """(members per unit, units touched) of every group, units of `unit` ranks; (0, 0) if they differ."""
+    """Return (members in each unit, number of units) of all groups, if ranks are cut into units of `unit` ranks.
+
+    The result is (0, 0) if groups or units differ.
+    """
     profiles = {_profile(group, unit) for group in groups}
     return profiles.pop() if len(profiles) == 1 else (0, 0)
 
 
 def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
-    """(members per unit, units touched), or (0, 0) when units hold different numbers of members."""
+    """Return (members in each unit, number of units) of one group; (0, 0) if units differ in their members' number."""
     counts = Counter(rank // unit for rank in ranks)
     different = set(counts.values())
     return (different.pop(), len(counts)) if len(different) == 1 else (0, 0)
 
 
 def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
-    """The link of the slowest group inside the node."""
+    """Return the link, within nodes, of the slowest group.
+
+    Raises:
+        UnknownHardwareError: no direct links join the group, and the node type has no host bus.
+    """
     if wiring.layout is NodeWiring.SWITCH:
         return intra
     parts = {part for group in groups for part in _parts(group, per_node)}
@@ -324,7 +355,7 @@ def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring:
 
 
 def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
-    """The group's members of each node, by their place in it."""
+    """Return the sets of places that a group's members have in their nodes, one set for each node."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(rank // per_node, []).append(rank % per_node)
@@ -334,7 +365,10 @@ def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
 def _spine(
     groups: Sequence[Sequence[int]], per_node: int, touched: int, card: Link, wiring: Wiring
 ) -> tuple[int, Link | None]:
-    """(pods that a group spans, a device's share of the uplink to the spine); None if it is as wide as the cards."""
+    """Return the number of pods that a group spans, and a device's share of the uplink to the spine.
+
+    The share is None if the uplink is as wide as the pod's cards, or if the group lies in one pod.
+    """
     if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
         return 1, None
     members, pods = _common_profile(groups, per_node * wiring.nodes_per_pod)

@@ -1,6 +1,6 @@
-"""Units: everything is seconds, bytes, FLOP/s and bytes/s.
+"""Units: all quantities are in seconds, bytes, FLOP/s and bytes/s.
 
-Link and memory bandwidths are decimal (1 GB/s = 1e9 B/s), memory sizes are binary (1 GiB = 2**30 B).
+Bandwidths of links and memory are decimal (1 GB/s = 1e9 B/s). Sizes of memory are binary (1 GiB = 2**30 B).
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ GIB = 2**30
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """ceil(numerator / denominator) of integers, exact."""
+    """Return ceil(numerator / denominator) of two integers, computed exactly."""
     return -(-numerator // denominator)

@@ -1,4 +1,4 @@
-"""Work of an operator in plain numbers: the interface between `operators` (counts) and `compute` (times)."""
+"""The work of an operator in plain numbers. `operators` counts it, and `compute` turns it into seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """The resource that limits an operator."""
+    """Kind of an operator, by which its time is computed. Pointwise, reduction and gather are bound by memory."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -36,12 +36,16 @@ class MatmulShape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """2 * batch * m * n * k."""
+        """FLOPs of all products: 2 * batch * m * n * k."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 class AttentionShape(NamedTuple):
-    """Attention of `heads` (batch times heads): [queries, depth] by [keys, depth], values [keys, value_depth]."""
+    """Shape of an attention call.
+
+    Queries are [heads, queries, depth], keys [heads, keys, depth], values [heads, keys, value_depth]. `heads` is the
+    batch size times the number of heads.
+    """
 
     heads: int
     queries: int
@@ -53,9 +57,9 @@ class AttentionShape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Dao 2023 (FlashAttention-2, section 4.1): 2 * heads * queries * keys * (depth + value_depth).
+        """FLOPs: 2 * heads * queries * keys * (depth + value_depth) (Dao 2023, FlashAttention-2, section 4.1).
 
-        Half of it when causal; 2.5 times as much backward, which recomputes the scores.
+        Causal attention has half of it. The backward, which recomputes the scores, has 2.5 times as many.
         """
         pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
         return (2.5 if self.backward else 1.0) * 2 * self.heads * pairs * (self.depth + self.value_depth)
@@ -64,9 +68,14 @@ class AttentionShape(NamedTuple):
 class Work(NamedTuple):
     """FLOPs and bytes of one operator.
 
-    `products` lists its matrix products, if it consists of them, and `attention` is the shape of a fused attention.
-    `steps` counts sequential parts (the panels of a factorisation), each with its own launch. `recomputed_flops` of
-    `flops` repeat a result of the forward, which the model's FLOPs count once.
+    Args:
+        flops, bytes_read, bytes_written: floating-point operations, and bytes moved from and to memory.
+        kind: kind of the operator.
+        dtype: name of the dtype of its arithmetic.
+        products: the matrix products that it consists of, if any.
+        attention: shape of a fused attention.
+        steps: number of sequential parts, e.g. the panels of a factorisation; each has its own launch.
+        recomputed_flops: the part of `flops` that repeats a result of the forward. The model's FLOPs do not include it.
     """
 
     flops: float

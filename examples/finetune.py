@@ -1,4 +1,9 @@
-"""torchrun --nproc-per-node N examples/finetune.py FOLDER STEPS: each run goes on from the last, whatever its N was."""
+"""Fine-tune a causal language model. Each run goes on from the last checkpoint, whatever its number of ranks was.
+
+    torchrun --nproc-per-node N examples/finetune.py FOLDER STEPS
+
+FOLDER is a model in the form of Hugging Face, and STEPS is the number of steps of all runs together.
+"""
 
 import os
 import sys

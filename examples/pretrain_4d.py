@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 8 examples/pretrain_4d.py     eight processes (Gloo, or NCCL on GPUs)
     python examples/pretrain_4d.py                                       eight simulated ranks in this process
 
-Two stages of a pipeline; in each, two ranks along "data" by two along "model". Attention is split along "model", and
-experts along "data": each rank of this axis has half of the experts. The planner chooses how all else lies. The page of
-the plan, plan_4d.html, shows stages and schedule.
+The pipeline has two stages. Each stage has two ranks along "data" by two along "model". Attention is split along
+"model". Experts are split along "data", so each rank of this axis has half of the experts. The planner chooses all
+other specs. The page of the plan, plan_4d.html, shows stages and schedule.
 """
 
 import argparse
@@ -30,11 +30,11 @@ LAYOUT = {
     "*:*.experts.*": P("data"),  # and the optimizer's state
 }
 TOLERANCE = 1e-5
-"""Largest relative difference to the loss of one device that rounding explains, over all steps."""
+"""Largest relative difference between a loss here and the loss of one device that rounding can explain."""
 
 
 def build() -> MixtralForCausalLM:
-    """The model, with the same weights in every process."""
+    """Return the model, with the same weights in every process."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -57,7 +57,7 @@ def batch(number: int) -> dict[str, torch.Tensor]:
 
 
 def train_on_one_device(steps: int, held_out: dict[str, torch.Tensor]) -> list[float]:
-    """Losses of each step, then the loss of a held-out batch."""
+    """Return the loss of each step, then the loss of a held-out batch."""
     model = build()
     optimizer, losses = optimizer_of(model), []
     for number in range(steps):

@@ -30,7 +30,8 @@ import autoshard
 VOCABULARY = 256
 
 MEMORY_SHARE = 0.75
-"""Part of the memory of a plan that copies all parameters, within which the demo plans again: it is to shard."""
+"""If the fastest plan copies all parameters, the demo plans again within this share of its memory, and so must shard.
+"""
 
 
 class Block(nn.Module):
@@ -104,7 +105,7 @@ def read_standard_library(max_bytes: int = 8_000_000) -> torch.Tensor:
 
 
 def make_mesh() -> DeviceMesh | autoshard.Mesh:
-    """Half the ranks along `data`, two along `model`; simulated ranks where there is one process."""
+    """Return a mesh with two ranks along `model`, the rest along `data`; of simulated ranks if there is one process."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         return autoshard.Mesh({"data": 2, "model": 2})
@@ -120,7 +121,10 @@ def make_plan(
     measure_s: float,
     console: Console,
 ) -> autoshard.Plan | None:
-    """The first rank's plan, priced for these ranks as measured now; none (compile plans) for simulated ranks."""
+    """Return the plan of the first rank, priced for this machine as measured now.
+
+    None for simulated ranks: `compile` then plans by itself.
+    """
     if not isinstance(mesh, DeviceMesh):
         return None
     console.print("Measuring this machine: products, memory, and collectives of all ranks at once ...")
@@ -160,7 +164,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def one_device_step(model: nn.Module) -> Step:
-    """The same step as a plain loop."""
+    """Return the same step as a plain loop on one device."""
     optimizer = make_optimizer(model)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -182,14 +186,14 @@ class Curve:
 
 
 def typical(times_s: list[float]) -> float:
-    """The median without the first time, the warm-up."""
+    """Return the median of the times without the first time, which is a warm-up."""
     return statistics.median(times_s[1:] or times_s)
 
 
 def train(
     step: Step, text: Text, steps: int, device: torch.device, after_step: Callable[[float, float], None]
 ) -> Curve:
-    """`steps` steps; `after_step` is told the loss and the time of each."""
+    """Run `steps` steps, and call `after_step` with the loss and the seconds of each step."""
     curve = Curve([], [])
     for number in range(steps):
         tokens, targets = (part.to(device) for part in text.at(number))

@@ -1,1 +1,1 @@
-"""Passes over programs: each file holds one, named for what it does; `pipeline` holds their order."""
+"""Everything that decides about a program or rewrites it, one pass in each file. `driver` calls them in order."""

@@ -1,7 +1,8 @@
 """The commands: plan a model for a cluster, and ask whether this machine is ready.
 
-Everything printed for a person is also there as JSON with `--json`. Exit status 0, or 1 with one clear sentence. Exit
-status 2: the command or an option does not exist or lacks its value. 130: Ctrl-C before there was anything to print.
+With `--json`, a command prints JSON instead of text for a person. The exit status is 0 after success, and 1 after an
+error, which one clear sentence describes. It is 2 if the command or an option does not exist or lacks its value. It is
+130 after Ctrl-C before there was anything to print.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""Dtype of a model that is priced in another framework, if not bfloat16: the dtype of its products."""
+"""Value of `--precision` to the dtype of a model that is priced in another framework; bfloat16 for all other values."""
 
 _WRONG_USAGE = 2
-"""Exit status of a command line that cannot be understood, as of Unix's own commands."""
+"""Exit status for a command line that cannot be understood. Unix's own commands use it too."""
 
 _INTERRUPTED = 130
 """Exit status after a KeyboardInterrupt in typer, and after SIGINT in shells."""
@@ -239,7 +240,7 @@ def report(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a plan as one page of HTML: where time and memory go, the timeline, and where everything lies."""
+    """Write a plan as one page of HTML: where time and memory go, the timeline, and every spec."""
     _check_folder(out)
     if source.endswith(".json") and not source.startswith("hf:"):
         found = Plan.load(_existing(source))
@@ -256,7 +257,7 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """The memory limit of `--memory-gib` in bytes."""
+    """Return the memory limit of `--memory-gib` in bytes."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:
@@ -265,7 +266,7 @@ def _bytes(memory_gib: float | None) -> int | None:
 
 
 def _named(optimizer: str | None) -> str | None:
-    """The optimizer named by `--optimizer`, or None."""
+    """Return the optimizer named by `--optimizer`; None for "none"."""
     return None if optimizer == "none" else optimizer
 
 
@@ -276,7 +277,7 @@ def _check_folder(out: Path | None) -> None:
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Have something written."""
+    """Call `save(out)`, and turn an `OSError` into a sentence for the user."""
     try:
         save(out)
     except OSError as error:
@@ -284,7 +285,7 @@ def _write(out: Path, save: Callable[[Path], None]) -> None:
 
 
 def _existing(path: str) -> Path:
-    """The path, if there is a file."""
+    """Return the path; raise `AutoshardError` if there is no such file."""
     if not Path(path).is_file():
         raise AutoshardError(f"there is no file {path}; pass a plan that `autoshard plan --out` or Plan.save wrote.")
     return Path(path)
@@ -344,7 +345,7 @@ def verify(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Prove that a plan's program computes on all ranks the model's results; nothing runs."""
+    """Prove that the program of a plan computes the model's results on all ranks. Nothing runs."""
     if (cluster is None) == (plan is None):
         raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
@@ -438,7 +439,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
-    """The named cluster, or a mesh of its devices."""
+    """Return the named cluster, or with `--mesh` a mesh of its devices."""
     found = parse_cluster(cluster)
     return found if mesh is None else found.mesh(parse_mesh(mesh))
 

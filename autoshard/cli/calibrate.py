@@ -56,15 +56,15 @@ KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLO
 def keep_freed_memory() -> None:
     """Make processes started from here on keep freed memory, if the C library is glibc.
 
-    Otherwise each step returns its activations to the system, which maps and zeroes the pages anew. On a CPU this costs
-    as much as reading them. PyTorch's tuning guide advises a caching allocator for the same reason.
+    Otherwise each step returns its activations to the system, which maps and zeroes the pages anew. On a CPU this takes
+    as long as reading the pages. PyTorch's tuning guide advises a caching allocator for the same reason.
     """
     for name, value in KEEPING.items():
         os.environ.setdefault(name, value)
 
 
 def _measure(budget_s: float) -> Calibration | None:
-    """Run on each rank."""
+    """Measure with all ranks of a new process group. Return the calibration on the first rank, None on the others."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -83,7 +83,7 @@ def _measure(budget_s: float) -> Calibration | None:
 
 
 def calibration_table(found: Calibration, path: Path) -> Table:
-    """Table of measurements, each with the ratio of the fitted cluster's prediction."""
+    """Return a table of the measured times, each with the ratio of predicted to measured time on the fitted cluster."""
     title = f"{found.cluster.size} ranks of this machine, written to {path}"
     table = Table("measurement", "measured", "predicted / measured", title=title)
     for name, seconds in found.measured_s.items():
@@ -93,5 +93,5 @@ def calibration_table(found: Calibration, path: Path) -> Table:
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
-    """The calibration as JSON data."""
+    """Return the calibration as JSON data."""
     return {"date": found.date, "measured_s": dict(found.measured_s), "predicted_over_measured": found.ratios}

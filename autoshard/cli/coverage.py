@@ -15,7 +15,7 @@ from autoshard.ir.text import format_time
 from autoshard.rules import inferred_operators
 
 _LEAST_SHARE = 1e-3
-"""Share of a step below which operators replicated by choice are only counted."""
+"""Smallest share of the step's time for which an operator replicated by choice gets a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,10 @@ class Row:
 
 
 def coverage_rows(plan: Plan) -> tuple[Row, ...]:
-    """The noteworthy operators of a plan. Operators replicated by choice appear only if their time matters."""
+    """Return a row for each operator without a sharding rule, replicated by choice, or with an inferred rule.
+
+    Operators replicated by choice have a row only from `_LEAST_SHARE` of the step's time.
+    """
     return tuple(row for row in _rows(plan) if row.kind != "replicated" or row.share >= _LEAST_SHARE)
 
 
@@ -51,7 +54,7 @@ def _share(item: OperatorCoverage, plan: Plan) -> float:
 
 
 def coverage_json(plan: Plan) -> dict[str, Any]:
-    """The report as data; shares are of the step's predicted time."""
+    """Return the report as JSON data; shares are of the step's predicted time."""
     return {
         "step_time_s": plan.predicted.step_time_s,
         "operators": [{"kind": row.kind, "share": row.share, **asdict(row.item)} for row in coverage_rows(plan)],
@@ -62,7 +65,7 @@ def coverage_json(plan: Plan) -> dict[str, Any]:
 
 
 def coverage_summary(plan: Plan) -> str:
-    """Summarise the report in one sentence."""
+    """Return the report in one sentence."""
     counts = {kind: sum(item.calls for item in items) for kind, items in plan.coverage.items()}
     shares = {kind: sum(_share(item, plan) for item in items) for kind, items in plan.coverage.items()}
     return (
@@ -74,7 +77,7 @@ def coverage_summary(plan: Plan) -> str:
 
 
 def coverage_table(rows: tuple[Row, ...]) -> Table:
-    """The report as a table."""
+    """Return the rows of the report as a table."""
     names = ("", "operator", "line", "calls", "time", "reshards", "share")
     table = Table(*names, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in table.columns:

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One examined thing: its name, its state, and whether autoshard can work with it."""
+    """Result of one examination: its name, the state that was found, and whether autoshard can work with this state."""
 
     name: str
     found: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def diagnose() -> tuple[Finding, ...]:
-    """Examine everything that a compile and a run need."""
+    """Examine everything that a compile and a run need, and return all results."""
     return tuple(look() for look in _LOOKS)
 
 

@@ -206,7 +206,7 @@ def _check_config(path: Path, reference: str, trusts: bool) -> None:
 
 
 def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
-    """The numbers of layers in a config and its nested parts."""
+    """Yield name and value of each number of layers in a config and its nested parts."""
     for name, value in data.items() if isinstance(data, dict) else ():
         if isinstance(value, int) and name.endswith(("layer", "layers")):
             yield name, value
@@ -231,7 +231,7 @@ Other implementations, such as flash attention, may be fetched from a repository
 
 
 def _refuse_fetched(config: Any, reference: str) -> None:
-    """Refuse a config that asks for kernels which transformers would fetch, in any of its parts."""
+    """Refuse a config that asks for kernels which transformers would fetch. Nested configs are checked too."""
     for name, known in _BUILT_IN.items():
         found = getattr(config, f"_{name}", None)
         if found not in known:
@@ -245,7 +245,7 @@ def _refuse_fetched(config: Any, reference: str) -> None:
 
 
 def _language_model(config: Any, trusts: bool) -> Any:
-    """The transformers class that builds a config's model with a loss of predicted tokens."""
+    """Return the transformers class that builds a config's model with a loss over predicted tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 

@@ -64,7 +64,7 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def named_twice(names: Iterable[str]) -> str | None:
-    """The first repeated name, or None."""
+    """Return the first repeated name, or None."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
@@ -74,7 +74,7 @@ def is_whole(text: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The fields in a JSON file."""
+    """Return the fields in a JSON file."""
     if not path.is_file():
         raise RecipeError(f"there is no file {path}, which --recipe names.")
     try:
@@ -95,7 +95,7 @@ def _recipe(values: dict[str, Any]) -> Recipe:
 
 
 def _value(name: str, text: str) -> object:
-    """Whole numbers, yes and no, lists as 4+4+3, and words."""
+    """Parse the value of a field: a whole number, yes or no, none, a list such as 4+4+3, or a word."""
     if name not in _TEXTS and text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if is_whole(text):

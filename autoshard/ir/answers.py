@@ -18,12 +18,13 @@ class Outcome:
     Args:
         fits: whether a plan of the kind fits the memory limit and the user's constraints. Otherwise all fields but
             `smallest_bytes` are None.
-        step_time_s: predicted time of a step.
-        peak_memory_bytes: predicted peak per rank.
-        breakdown: parts of the step time by name, seconds.
-        hidden: hidden communication by name, seconds.
+        step_time_s: predicted seconds of a step.
+        peak_memory_bytes: predicted peak memory of each rank.
+        breakdown: seconds of each part of the step, by name.
+        hidden: seconds of hidden communication, by name.
         smallest_bytes: the smallest sufficient memory limit in bytes, where no plan fits for want of memory.
-        recipe: in plans of recipes, the best recipe, or the recipe with the least memory; for `autoshard.price`.
+        recipe: the best recipe where recipes are searched; without a fitting recipe, the recipe with the least memory.
+            Pass it to `autoshard.price`.
     """
 
     fits: bool
@@ -56,7 +57,7 @@ class Explanation:
     Args:
         name: qualified name of the value.
         shape: its global shape.
-        alike: names of values that share the choice: the same place in repeated blocks.
+        alike: names of values that have the same spec, because they are at the same place in repeated blocks.
         chosen: the plan's own spec.
         others: all other specs, the cheapest first; specs that do not fit come last.
         memory_budget: bytes per device, or None.
@@ -72,7 +73,7 @@ class Explanation:
     kernels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data, specs as text."""
+        """Return the answer as JSON data, with specs as text."""
         items = [{**asdict(item), "spec": repr(item.spec)} for item in (self.chosen, *self.others)]
         return {
             "name": self.name,
@@ -94,11 +95,11 @@ class WhyNot:
 
     Args:
         feature: the feature in question: "tensor", "fsdp", ...
-        used: the feature's place in the plan ("over model", "in its recipe (...)"), or "" without the feature.
+        used: how the plan uses the feature ("over model", "in its recipe (...)"), or "" if it does not.
         chosen: the plan itself.
         variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
         memory_budget: bytes per device, or None.
-        missing: the reason why no such plan exists, in words.
+        missing: the reason in words if there are no `variants`, else "".
     """
 
     feature: str
@@ -109,7 +110,7 @@ class WhyNot:
     missing: str
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data."""
+        """Return the answer as JSON data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -118,7 +119,7 @@ class WhyNot:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Answer of `Plan.limits`: the worth of more of each resource, found by planning with more of it.
+    """Answer of `Plan.limits`: the time that more of each resource saves, found by planning with more of it.
 
     Args:
         chosen: the plan itself.
@@ -135,14 +136,14 @@ class Limits:
 
     @property
     def binding(self) -> str:
-        """The change that is worth most, or "" where no change saves a thousandth of a step."""
+        """Name of the change that saves most time, or "" if no change saves a thousandth of a step."""
         chosen = self.chosen.step_time_s
         gains = {item.name: chosen - item.step_time_s for item in self.variants if item.step_time_s and chosen}
         best = max(gains, key=gains.__getitem__, default="")
         return best if chosen and best and gains[best] > 1e-3 * chosen else ""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data."""
+        """Return the answer as JSON data."""
         return {**asdict(self), "binding": self.binding}
 
     def __str__(self) -> str:
@@ -155,13 +156,15 @@ class Comparison:
 
     Args:
         step_time_s, peak_memory_bytes: predicted cost of both plans.
-        breakdown, memory_breakdown: parts by name, in seconds and bytes; 0 for a plan without the part.
-        hidden: hidden communication by name, seconds.
+        breakdown, memory_breakdown: parts of the step in seconds, and of the peak in bytes, by name; 0 for a plan
+            without the part.
+        hidden: seconds of hidden communication, by name.
         parameters: specs of the parameters that differ; None for a plan without the parameter.
         outputs: specs of the program's results that differ ("gradient w", "output output:0").
         meshes: both meshes as text.
-        tokens_per_s: tokens of both, None where inputs are no tokens. A recipe's step may have another batch.
-        recipes: recipes of both; None for a plan whose specs were searched.
+        tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
+            have different batches.
+        recipes: recipes of both plans; None for a plan whose specs were searched.
     """
 
     step_time_s: tuple[float, float]

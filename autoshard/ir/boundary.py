@@ -1,8 +1,8 @@
-"""The boundary of a program: conversion between global tensors and local pieces of ranks.
+"""Conversion between global tensors and the local tensors that ranks pass to a program.
 
-Inside a program ranks hold padded pieces (`autoshard.ir.spec`); DTensor holds unpadded chunks. A chunk is its piece
-without padding, unless several axes split one dim unevenly. Nine elements on 2 x 2 ranks are pieces of 3, 2, 3, 1 by
-nested ceil, and DTensor's chunks of 3, 2, 2, 2. `matches_dtensor` tells the cases apart.
+Inside a program ranks hold padded pieces (`autoshard.ir.spec`); DTensor holds unpadded chunks. DTensor's chunk equals
+the piece without padding, unless several axes split one dim unevenly. For example, 2 x 2 ranks split nine elements into
+pieces of 3, 2, 3 and 1. DTensor's chunks are 3, 2, 2 and 2. `matches_dtensor` tells the cases apart.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding
 
 
 def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
-    """Return every rank's local tensor of a global `tensor`, by rank. Copies are one tensor object."""
+    """Return the local tensors of all ranks for a global `tensor`, by rank.
+
+    Ranks that hold copies share one tensor object.
+    """
 
     @cache
     def at(key: tuple[int, ...]) -> Tensor:
@@ -74,7 +77,7 @@ def unshard(
         spec: the value's spec on `mesh`.
         mesh: the mesh.
         shape: the global shape.
-        check: also compare the copies on all ranks, instead of trusting the first.
+        check: also compare the copies on all ranks, instead of taking the first rank's copy.
 
     Raises:
         InvalidSpecError: `spec` does not fit the shape or the mesh, or a local tensor has another shape.
@@ -144,7 +147,7 @@ def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[
 
 
 def unpadded_shape(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Shape of `rank`'s local tensor without padding."""
+    """Return the shape of `rank`'s local tensor without padding."""
     place = mesh.coordinates(rank)
     return tuple(_real_size(size, spec.axes_of(dim), mesh, place) for dim, size in enumerate(shape))
 
@@ -176,7 +179,7 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """Levels to undo, last first: each dim's axes, major to minor, then reductions."""
+    """Return a level for each dim's axes, major to minor, then for each partial axis. Undo the last level first."""
     levels = []
     for dim, size in enumerate(shape):
         for axis in spec.axes_of(dim):

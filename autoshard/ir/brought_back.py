@@ -13,9 +13,9 @@ class BroughtBack:
     """A node of the forward, and the place in the backward where its value returns.
 
     Args:
-        name: the node.
-        before: the node of the backward just after the value's return.
-        module: the module that issued the node.
+        name: name of the forward's node.
+        before: name of the backward's node just before which the value returns.
+        module: path of the module that issued the forward's node.
     """
 
     name: str
@@ -24,7 +24,10 @@ class BroughtBack:
 
 
 def by_module(nodes: Iterable[BroughtBack], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
-    """Names of nodes by their module. Blocks left out get the names of the blocks that stand for them."""
+    """Return a dict from the path of each module to the names of its nodes.
+
+    A left-out block gets the names of the nodes in the block that stands for it.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for node in nodes:
         for module in names_alike(repeats, node.module):

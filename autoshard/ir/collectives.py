@@ -1,4 +1,4 @@
-"""Collectives in lowered graphs: the calls that start them, wait for them, and hold memory meanwhile."""
+"""Predicates on calls of lowered graphs: start of a collective, wait for a collective, memory held in between."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _NAMESPACE = "_c10d_functional"
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a call waits for a collective."""
+    """Whether a node waits for a collective."""
     return node.target is WAIT
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a call starts a collective."""
+    """Whether a node starts a collective."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE and target is not WAIT
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether a collective holds its operand until the wait. An all-reduce works on a copy."""
+    """Whether a node starts a collective that needs its operand until the wait. An all-reduce works on a copy."""
     return is_collective(node) and node.target is not ALL_REDUCE
 
 
 def reduces_in_place(node: fx.Node) -> bool:
     """Whether an all-reduce may write its result over its operand, a fresh buffer without another reader.
 
-    The buffer is packed by `cat`, or filled by `autoshard.graphs.fill_buckets`. The runtime runs it in place, and
-    memory is counted accordingly.
+    The buffer is packed by `cat`, or filled by `autoshard.graphs.fill_buckets`. The runtime runs such an all-reduce in
+    place, and memory is counted accordingly.
     """
     operand = node.args[0] if node.target is ALL_REDUCE else None
     if not isinstance(operand, fx.Node):

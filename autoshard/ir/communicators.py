@@ -20,7 +20,7 @@ class Purpose(StrEnum):
 
 
 def group_axes(group: str) -> tuple[str, ...]:
-    """The mesh axes of a communicator.
+    """Return the mesh axes in a communicator's name.
 
     Example:
         >>> group_axes("data,model/gradients")
@@ -30,7 +30,7 @@ def group_axes(group: str) -> tuple[str, ...]:
 
 
 def without_purpose(group: str) -> str:
-    """The communicator along the same axes for values of the forward and the backward.
+    """Return the name of the communicator along the same axes for values of the forward and the backward.
 
     Example:
         >>> without_purpose("data/gradients")
@@ -40,7 +40,7 @@ def without_purpose(group: str) -> str:
 
 
 def for_purpose(group: str, purpose: Purpose) -> str:
-    """The communicator along the same axes for another purpose.
+    """Return the name of the communicator along the same axes for `purpose`.
 
     Example:
         >>> for_purpose("data", Purpose.GRADIENTS)

@@ -13,7 +13,7 @@ class Derivative:
     each of `outputs`. It returns a tuple of gradients, one for each of `wanted`.
 
     Args:
-        outputs: leaf indices of the differentiated outputs.
+        outputs: indices of the differentiated outputs among the leaves of the call's result.
         wanted: names of parameters and inputs ("input:0") whose gradients the call returns.
     """
 
@@ -22,4 +22,4 @@ class Derivative:
 
 
 Derivatives = tuple[Derivative, ...]
-"""Gradients of gradients, the innermost first."""
+"""Nested derivatives, the innermost first: the second one differentiates the gradients that the first one returns."""

@@ -1,12 +1,13 @@
 """Emits the steps of a reshard into an fx graph, as local ATen operators and functional collectives.
 
-Each step maps elements by their padded global index. A gather trims its result to the padded size one level up; a split
-pads to a multiple of the axis. Padding never reaches a real element. Data movement puts each element at its own global
-index. A reduction combines the elements at one local index of ranks that differ only in the reduced axis, so at one
-global index. That index is inside the tensor for all addends or for none, so garbage (NaN too) meets only garbage.
+Padding never reaches a real element. A step that moves data puts each element at its own index in the padded global
+tensor. A gather trims its result to the padded size that the dim has without this axis. A split first pads the dim to a
+multiple of the axis. A reduction combines the elements at one local index of ranks that differ only in the reduced
+axis. These elements have one global index, so all of them are real or all of them are padding. Garbage (NaN too) meets
+only garbage.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
-need dim 0 and contiguous tensors. Element types that process groups refuse are sent as another type of the same bits,
+work on dim 0 of contiguous tensors. Element types that process groups refuse are sent as another type of the same bits,
 or reduced in a wider type (`_Wire`). Axes of size one and empty tensors need no collective.
 """
 
@@ -46,7 +47,7 @@ def emit_reshard(
     dtype: torch.dtype | None = None,
     on_node: OnNode | None = None,
 ) -> Any:
-    """Emit `steps` on `value`.
+    """Emit the steps of a reshard on `value`, and return the resulting tensor.
 
     Nodes go where the tracer of `value` inserts. If the node of `value` has a tensor `meta["val"]`, each emitted tensor
     node gets one too (unless the tracer gave it one). Integers of the rank have no `val`.
@@ -82,7 +83,14 @@ def _dtype_of(value: Any) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
-    """How an element type travels: its bits as a `view`, or converted (`cast`); complex as pairs of reals."""
+    """Form in which a collective sends values of one dtype.
+
+    Args:
+        view: type as which the bits are viewed; None: no view.
+        cast: type to which the values are converted; None: no conversion.
+        is_complex: whether complex numbers are sent as pairs of reals.
+        reduction: reduction of the sent values; None if they are only moved.
+    """
 
     view: torch.dtype | None = None
     cast: torch.dtype | None = None
@@ -91,7 +99,7 @@ class _Wire:
 
     @property
     def extra_dims(self) -> tuple[int, ...]:
-        """Further trailing dims of the sent tensor."""
+        """Dims of the sent tensor behind the dims of the value: (2,) for complex numbers."""
         return (2,) if self.is_complex else ()
 
 
@@ -131,7 +139,7 @@ def _wire_to_reduce(dtype: torch.dtype, reduction: Reduction) -> _Wire:
 
 @dataclass(frozen=True, slots=True)
 class _Emitter:
-    """Emits steps; `nodes` collects the nodes of the current step."""
+    """Emits steps one at a time. `nodes` collects the nodes of the current step."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -140,7 +148,10 @@ class _Emitter:
     nodes: list[fx.Node]
 
     def step(self, value: Any, step: ReshardStep, reached: PartitionSpec, *, is_last: bool) -> Any:
-        """Emit one step and report its nodes. Following steps over axes of size one lead to `reached`."""
+        """Emit one step, and report its nodes to `on_node`.
+
+        `reached` is the spec after this step and after any following steps over axes of size one, which emit nothing.
+        """
         self.nodes.clear()
         value = self._local_value(value, step, is_last=is_last)
         if self.on_node is not None:
@@ -202,9 +213,9 @@ class _Emitter:
         return self._contiguous(self._call(_aten.where.ScalarOther, condition, value, identity))
 
     def _slice(self, value: Any, step: ReshardStep, *, is_last: bool) -> Any:
-        """The rank's piece.
+        """Return the rank's piece of a value.
 
-        The last step copies it, because a view would keep the whole tensor in memory and alias it.
+        The last step copies the piece, because a view would keep the whole tensor in memory and alias it.
         """
         dim = _known(step.to_dim)
         value = self._pad(value, step)
@@ -216,7 +227,7 @@ class _Emitter:
         return self._call(_aten.clone.default, piece, memory_format=torch.contiguous_format)
 
     def _split(self, value: Any, step: ReshardStep) -> Any:
-        """The pieces of `step.to_dim`, stacked on a new dim 0: [axis_size, *local shape]."""
+        """Cut `step.to_dim` into pieces, and stack the pieces on a new dim 0: [axis_size, *local shape]."""
         dim = _known(step.to_dim)
         value = self._contiguous(self._pad(value, step))
         local = list(self._shape_under(step.source))
@@ -228,7 +239,7 @@ class _Emitter:
         return self._contiguous(self._call(_aten.permute.default, pieces, order))
 
     def _join(self, pieces: Any, dim: int, step: ReshardStep, wire: _Wire) -> Any:
-        """The inverse: pieces stacked on dim 0 become `dim`, cut to its padded size under `step.target`."""
+        """Undo `_split`: join the pieces on dim 0 along `dim`, and cut `dim` to its padded size under `step.target`."""
         local = [*self._shape_under(step.target), *wire.extra_dims]
         size = self._shape_under(step.source)[dim]
         if math.prod(local[:dim]) != 1:
@@ -273,7 +284,7 @@ class _Emitter:
         return spec.local_shape(self.shape, self.mesh)
 
     def _axis_index(self, value: Any, axis: str) -> Any:
-        """The rank's index as a value of the program; of a program that runs now, the number itself."""
+        """Return the rank's index along an axis: a node in a graph, or the number itself beside a real tensor."""
         if not isinstance(value, fx.Proxy):
             return axis_index(axis)
         return self._record(value.tracer.create_proxy("call_function", axis_index, (axis,), {}))
@@ -284,7 +295,7 @@ class _Emitter:
         return self._record(left.tracer.create_proxy("call_function", function, (left, right), {}))
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call an operator on a tensor: the first argument."""
+        """Call an operator whose first argument is a tensor: emit a node for a proxy, or run it on a real tensor."""
         if not isinstance(args[0], fx.Proxy):
             return function(*args, **kwargs)
         proxy = args[0].tracer.create_proxy("call_function", function, args, kwargs)
@@ -297,7 +308,10 @@ class _Emitter:
 
 
 def _set_val(node: fx.Node) -> None:
-    """Infer `meta["val"]` from the operands', unless the tracer did or the first operand has none."""
+    """Infer a node's `meta["val"]` from the values of its operands.
+
+    Nothing is done if the tracer has set it, or if the first operand has no value.
+    """
     first = node.args[0]
     if "val" in node.meta or not isinstance(first, fx.Node) or "val" not in first.meta:
         return

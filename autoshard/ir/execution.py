@@ -24,7 +24,7 @@ class Execution(Recipe):
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.
 
     Raises:
-        RecipeError: a reason of `Recipe`'s, or replicas cannot run whole micro-batches.
+        RecipeError: a field is invalid, as for `Recipe`, or replicas cannot run whole micro-batches.
 
     Example:
         >>> Execution(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches
@@ -57,6 +57,11 @@ class Execution(Recipe):
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         if self.global_batch is not None:
             check_count("global_batch", self.global_batch)
+        if not self.runtime.folded_experts and self.data % self.expert:
+            raise RecipeError(
+                f"expert={self.expert} must divide data={self.data}: with runtime={self.runtime.name!r} the ranks of "
+                "an expert group differ in their data alone. Use fewer expert ranks or more data ranks."
+            )
         each = self.micro_batch * self.data
         if self.batch % each:
             raise RecipeError(
@@ -67,13 +72,14 @@ class Execution(Recipe):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe alone."""
+        """The fields of `Recipe` alone."""
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """The execution of another recipe. Free fields become plain: sizes 1, `zero` 0, no recomputation, no offload.
+        """Return the execution of another recipe with the same other settings.
 
-        `virtual_stages` becomes the fewest that the schedule takes.
+        A field that the recipe leaves free gets a plain value: sizes 1, `zero` 0, no recomputation, no offload. The
+        number of `virtual_stages` becomes the smallest that the schedule takes.
         """
         given = {name: getattr(recipe, name) for name in _OF_RECIPES}
         given = {name: _PLAIN[name] if value is None else value for name, value in given.items()}
@@ -91,7 +97,7 @@ class Execution(Recipe):
 
     @property
     def stages(self) -> int:
-        """Stages over all pipeline ranks."""
+        """Number of stages on all pipeline ranks together."""
         return self.pipeline * self.virtual_stages
 
     @property
@@ -111,7 +117,7 @@ class Execution(Recipe):
 
     @property
     def reduces_each(self) -> bool:
-        """Whether each micro-batch's gradients are reduced at once, as a rank keeps its shard of the sum only."""
+        """Whether gradients are reduced after each micro-batch, because a rank keeps only its shard of their sum."""
         return self.zero == 3 or (self.zero == 2 and self.micro_batches > 1)
 
     def _batch_words(self) -> str:

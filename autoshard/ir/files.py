@@ -1,4 +1,4 @@
-"""Text files of plans, with one error that names the path."""
+"""Reads and writes the text files of plans. Errors name the path."""
 
 from __future__ import annotations
 

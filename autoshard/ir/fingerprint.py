@@ -1,7 +1,7 @@
-"""A hash of everything that a traced program computes and returns. Programs of equal fingerprint are equal.
+"""A hash of everything that a traced program computes and returns. Programs with equal fingerprints are equal.
 
-`Program.digest`, by which plans are matched, hashes only the text. A program also has constant tensors, results other
-than tensors, and guards.
+`Program.digest`, by which a plan finds its program, hashes only the program's text. A fingerprint also covers constant
+tensors, results other than tensors, and guards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoshard.ir.program import Program
 
 
 def fingerprint(program: Program) -> str:
-    """A short hash, equal in every process that traced the model in the same way."""
+    """Return the hash of a program, 16 hex digits, equal in every process that traced the model in the same way."""
     found = hashlib.sha256(program.text().encode())
     for part in _parts(program):
         found.update(part)
@@ -41,7 +41,7 @@ def _text(value: Any) -> str:
 
 
 def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
-    """Yield the constant tensors of a graph."""
+    """Yield the name, shape, dtype and elements of each constant tensor of a graph, as bytes."""
     for node in graph_module.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -54,7 +54,7 @@ def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
 
 
 def bytes_of(value: torch.Tensor) -> bytes:
-    """The elements of a tensor as bytes; b"" for a meta tensor."""
+    """Return the elements of a tensor as bytes; b"" for a meta tensor."""
     if value.is_meta or value.numel() == 0:
         return b""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,7 +1,7 @@
 """Runs Python's garbage collector rarely during tracing, planning and lowering.
 
-Most of a compiler's many small objects live until it ends, so collections find little. They take 14 % of the time of
-`compile` at Python's own thresholds, 8 % at these (GPT-2, Llama and BERT of two layers).
+Most of a compiler's many small objects live until it ends, so collections find little. Collections take 14 % of the
+time of `compile` at Python's own thresholds, 8 % at these (GPT-2, Llama and BERT of two layers).
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Rare:
-    """Calls may be within each other, and in several threads: the first raises the thresholds, the last restores."""
+    """A context with rare collections.
+
+    Contexts may lie within each other, and in several threads. The first context raises the thresholds, and the last
+    context restores them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

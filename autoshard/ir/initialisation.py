@@ -1,7 +1,8 @@
-"""A model's initialisers as operations on memory, so that any part of any weight can be computed alone.
+"""The record of a model's initialisers: operations on memory, from which any part of any weight can be computed alone.
 
-A tensor of the record is a `Place`: the elements of a memory that it refers to. Views therefore need no operation.
-Random numbers come from `autoshard::random` by their global index, so any part can be drawn alone.
+A memory is the storage of tensors, known by a number. Tensors of the record are strided views of memories (`Place`), so
+views need no operation. Random numbers come from `autoshard::random` by their global index, so any part of a random
+tensor can be drawn alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Box:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Return the box of all elements of a tensor of `shape`."""
         return Box((0,) * len(shape), shape)
 
     @property
@@ -35,21 +36,21 @@ class Box:
         return prod(self.size)
 
     def meet(self, other: Box) -> Box:
-        """The intersection of both boxes; empty where a size is 0."""
+        """Return the intersection of both boxes; a size is 0 if they do not meet."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(s + n, o + m) for s, n, o, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
     def seen_from(self, other: Box) -> Box:
-        """The box with its start relative to the start of `other`."""
+        """Return the box with its start relative to the start of `other`."""
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """The box in a tensor with only some of the dims."""
+        """Return the box's start and size in some dims only, for a tensor that has just these dims."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor inside the box, as a view."""
+        """Return the part of a tensor inside the box, as a view."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -57,7 +58,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a record.
+    """A tensor of the record: a strided view of a memory.
 
     Args:
         memory: the number of its memory.
@@ -86,7 +87,10 @@ class Place:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """The box that it covers in a contiguous tensor of `shape`, and the box's dims; None if it covers no box."""
+        """Return the box that the elements cover in a contiguous tensor of `shape`, and the place's dims in the box.
+
+        The dims give for each dim of the place the dim of the box. None if the elements cover no box.
+        """
         strides = contiguous_strides(shape)
         start, left = [], self.offset
         for size, stride in zip(shape, strides, strict=True):
@@ -105,7 +109,7 @@ class Place:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous torch tensor."""
+    """Return the strides of a contiguous torch tensor of `shape`."""
     result = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         result[dim] = result[dim + 1] * max(1, shape[dim + 1])
@@ -114,12 +118,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call of an operator.
+    """A call of an operator in the record.
 
     Args:
         target: the operator.
         args, kwargs: its arguments, with places for tensors.
-        results: for each tensor result, its place if it has memory of its own, else None.
+        results: for each tensor result, its place if the call made its memory, else None.
         written: places that the call writes to.
     """
 
@@ -161,11 +165,12 @@ class Initialisation:
 
     Args:
         operations: the operations, in order.
-        numels: the number of elements of each memory.
-        begins: the memory of each parameter and buffer before initialisation, by name, whole and contiguous.
-        ends: the place of each final value.
-        constants: the flat values of memories that existed before the record began.
-        seed: the memory of the seed.
+        numels: number of a memory to the number of its elements.
+        begins: name of each parameter and buffer to its place before initialisation. Each has a whole memory, in
+            contiguous order.
+        ends: name of each parameter and buffer to the place of its final value.
+        constants: number of a memory that existed before the record began, to its flat values.
+        seed: number of the memory that holds the seed.
     """
 
     operations: tuple[Operation, ...]
@@ -176,12 +181,15 @@ class Initialisation:
     seed: int
 
     def digest(self) -> str:
-        """A short hash, equal on ranks with equal initialisers."""
+        """Return a hash, 16 hex digits, equal on ranks with equal initialisers."""
         text = [f"{op.target} {op.args} {dict(op.kwargs)} {op.results}" for op in self.operations]
         return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
 
     def sources(self) -> dict[str, frozenset[str]]:
-        """For each weight, the weights whose earlier values it depends on; itself if nothing writes it."""
+        """Return for each weight the names of the weights whose earlier values it depends on.
+
+        A weight that nothing writes depends on itself.
+        """
         known = {place.memory: _MemorySource(place.shape, frozenset({name})) for name, place in self.begins.items()}
         for operation in self.operations:
             read = frozenset().union(
@@ -198,12 +206,12 @@ class Initialisation:
 
 @dataclass(frozen=True, slots=True)
 class _MemorySource:
-    """The sources of a memory's present value.
+    """The weights on whose earlier values a memory's present value depends.
 
     Args:
         shape: shape of the tensor that first had the memory.
         sources: weights whose earlier values it depends on.
-        boxes: parts overwritten since the last write of the whole, with their sources.
+        boxes: boxes that were overwritten since the last write of the whole memory, each with its sources.
     """
 
     shape: tuple[int, ...]
@@ -211,7 +219,7 @@ class _MemorySource:
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
 
     def written(self, place: Place, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
-        """The sources after a write to `place`."""
+        """Return the sources after a write to `place` of values that depend on the weights `read`."""
         if overwrites and place.has_all(numel):
             return _MemorySource(self.shape, read)
         found = place.box_in(self.shape) if overwrites else None

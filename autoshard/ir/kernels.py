@@ -16,14 +16,14 @@ class KernelUse:
         name: name of its operator, "triton_add_rms_norm".
         phase: phase of the program.
         node: node of the traced program at whose place the kernel runs.
-        stands_for: node of the traced program to the share of its time that is saved; 1.0 if the kernel replaces all of
-            the call.
-        copies: replaced copies around collectives, as (value, reader, share of time saved). A result of the program is
-            its own reader.
-        reads: nodes whose values the kernel reads.
-        time_s: time of the kernel on each rank.
-        launches, memory_bytes: launches of the kernel, and their memory traffic, on each rank.
-        saved_launches, saved_bytes: launches and memory traffic that the replaced calls had beyond the kernel's.
+        stands_for: name of a replaced node of the traced program to the saved share of its time; 1.0 if the kernel
+            replaces the whole call.
+        copies: replaced copies around collectives, as (value, reader, share of time saved). For a value that is a
+            result of the program, the reader is the value itself.
+        reads: names of the nodes whose values the kernel reads.
+        time_s: seconds of the kernel on each rank.
+        launches, memory_bytes: number of the kernel's launches, and bytes that they read and write, on each rank.
+        saved_launches, saved_bytes: launches and bytes of the replaced calls, less those of the kernel.
         times: runs of the kernel in a step; several where the plan leaves out repeated blocks (`Plan.repeats`).
     """
 
@@ -52,9 +52,9 @@ class Kernels:
     """The kernels of a step and their savings, counted in computation on each rank.
 
     Args:
-        uses: the kernels, by phase, in order.
-        launches, memory_bytes: launches and memory traffic of the step with kernels.
-        launches_without, memory_bytes_without: launches and memory traffic of the step without kernels.
+        uses: the kernels in running order, phase by phase.
+        launches, memory_bytes: launches of the step with kernels, and bytes that they read and write.
+        launches_without, memory_bytes_without: the same figures of the step without kernels.
         breakdown_without: parts of the predicted step time without kernels, seconds (`Prediction.breakdown`).
     """
 
@@ -67,11 +67,11 @@ class Kernels:
 
     @property
     def step_time_without_s(self) -> float:
-        """The predicted step time without kernels."""
+        """The predicted step time without kernels, in seconds."""
         return sum(self.breakdown_without.values())
 
     def of(self, node: str) -> tuple[KernelUse, ...]:
-        """The kernels that compute or read a value of the traced program."""
+        """Return the kernels that replace or read the value of node `node` of the traced program."""
         return tuple(use for use in self.uses if node in use.stands_for or node in use.reads)
 
     def __str__(self) -> str:
@@ -83,4 +83,4 @@ class Kernels:
 
 
 NO_KERNELS = Kernels()
-"""No kernel: every operator runs its own."""
+"""No kernels: each operator runs as in the traced program."""

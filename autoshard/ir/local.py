@@ -16,7 +16,7 @@ _coordinates: ContextVar[Mapping[str, int] | None] = ContextVar("autoshard_coord
 
 
 def axis_index(axis: str) -> int:
-    """The running rank's index along mesh axis `axis`. Raises `MeshError` outside `running_at`."""
+    """Return the running rank's index along mesh axis `axis`. Raises `MeshError` outside `running_at`."""
     coordinates = _coordinates.get()
     if coordinates is None or axis not in coordinates:
         raise MeshError(

@@ -30,7 +30,7 @@ class Output(NamedTuple):
 
 
 def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
-    """The loss among the outputs of a training step.
+    """Return the loss among the outputs of a training step: the first floating scalar.
 
     Args:
         outputs: outputs of the model, in any order.
@@ -52,7 +52,7 @@ def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
 
 
 def find_loss(outputs: Any) -> torch.Tensor:
-    """The first floating scalar among a model's outputs. Raises `TraceError` if there is none."""
+    """Return the first floating scalar among a model's outputs. Raises `TraceError` if there is none."""
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         if tensor.dim() == 0 and tensor.is_floating_point():
@@ -61,7 +61,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 
 
 def no_loss(shapes: Sequence[tuple[int, ...]]) -> TraceError:
-    """The error for a training step whose model returns tensors of these shapes and no loss."""
+    """Return the error for a training step whose model returns tensors of these shapes, and no loss."""
     return TraceError(
         f"A training step, or outputs='loss', needs a loss, but the model returns no floating scalar; it returns "
         f"tensors of shapes={shapes}. Return the loss (pass labels), pass loss_fn=, or leave out the optimizer "

@@ -19,7 +19,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.spec import Reduction
 
 ReadInput = Callable[[int, str, str], torch.Tensor]
-"""Reads an input of one micro-batch, by the kind and the name of its slot."""
+"""Function that returns an input of a micro-batch: takes the micro-batch's number, and kind and name of the slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +29,8 @@ class Count:
     Args:
         of_part: takes the inputs of a micro-batch; returns its count and the sums inside the count.
         of_whole: takes the sums of the whole batch, and inputs; returns the count of the whole batch.
-        exponents: for each sum, its exponent e. The batch's sum is the sum over m parts, divided by m ** e.
-        inputs: kind and name of each input.
+        exponents: for each sum, its exponent e. The batch's sum is the sum over its m micro-batches, divided by m ** e.
+        inputs: kind and name of each input that both graphs take.
     """
 
     of_part: fx.GraphModule
@@ -39,7 +39,7 @@ class Count:
     inputs: tuple[tuple[str, str], ...]
 
     def shares(self, parts: int, read: ReadInput) -> list[float]:
-        """The share of each part in the batch's count."""
+        """Return for each of `parts` micro-batches its count divided by the batch's count."""
         given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(parts)]
         counted = [self.of_part(*values) for values in given]
         sums = zip(*(sums for _, *sums in counted), strict=True)
@@ -53,14 +53,20 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term of a loss: a sum over the batch times m ** exponent, over a count or not."""
+    """A term of the batch's loss: the weighted sum of the same term in the losses of the m micro-batches.
+
+    Args:
+        exponent: 0 for a sum over the batch, 1 for a mean; each weight is divided by m ** exponent.
+        count: the divisor of the term, if it divides by a count. Each weight is then multiplied by the part's share.
+        where: the user's line that divides by the count, for messages.
+    """
 
     exponent: int
     count: Count | None = None
     where: str = ""
 
     def weights(self, parts: int, read: ReadInput) -> list[float]:
-        """Counts of each micro-batch."""
+        """Return the weight of each micro-batch's term in the batch's term."""
         shares = [1.0] * parts if self.count is None else self.count.shares(parts, read)
         return [share / parts**self.exponent for share in shares]
 
@@ -75,11 +81,11 @@ class Branches:
     """The values that a micro-batch's trace branched on, and how to compute them for the whole batch.
 
     Args:
-        of_part: takes inputs of a micro-batch; returns results of reductions over its samples.
-        reductions: reductions of these results over the parts.
-        of_whole: takes the reduced results and the number of parts; returns the values of the whole batch.
+        of_part: takes the inputs of a micro-batch; returns the results of reductions over its samples.
+        reductions: for each result, its reduction over the micro-batches.
+        of_whole: takes the reduced results and the number of micro-batches; returns the values of the whole batch.
         expected: the values that the trace of the micro-batch relied on.
-        inputs: kind and name of each input.
+        inputs: kind and name of each input of `of_part`.
     """
 
     of_part: fx.GraphModule
@@ -89,7 +95,7 @@ class Branches:
     inputs: tuple[tuple[str, str], ...]
 
     def are_of_batch(self, parts: int, read: ReadInput) -> bool:
-        """Whether the whole batch branches as the trace did."""
+        """Whether the whole batch has the values on which the micro-batch's trace branched."""
         found = [self.of_part(*(read(part, kind, name) for kind, name in self.inputs)) for part in range(parts)]
         pairs = zip(self.reductions, zip(*found, strict=True), strict=True)
         totals = [_REDUCE[reduction](torch.stack(values)) for reduction, values in pairs]
@@ -106,13 +112,14 @@ _REDUCE: Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """The loss of a batch as a sum over its parts.
+    """The loss of a batch as a weighted sum of the losses of its micro-batches.
 
     Args:
-        terms: terms of the loss; all must give a part the same weight.
+        terms: terms of the loss; all terms must give a micro-batch the same weight.
         has_constant: whether the loss adds a term independent of the batch, which must count once.
-        refusal: reason why the loss is no sum over parts; None if it is.
-        branches: branches of the batch; None without guards, or where the parts do not determine the branches.
+        refusal: reason why the loss is no sum over micro-batches; None if it is.
+        branches: check that the whole batch branches like its parts. None without guards, or if the parts do not
+            determine the branches.
     """
 
     terms: tuple[Term, ...]
@@ -121,7 +128,7 @@ class LossWeights:
     branches: Branches | None = None
 
     def of_parts(self, parts: int, read: ReadInput) -> list[float]:
-        """The weights of `parts` micro-batches.
+        """Return the weights of `parts` micro-batches in the batch's loss.
 
         Raises:
             NotAvailableError: the loss is no sum over parts, or not for these inputs.

@@ -54,11 +54,13 @@ class LoweredProgram:
 
 @dataclass(frozen=True, slots=True)
 class BackwardHalves:
-    """A backward split in two: for previous stages, which wait for gradients, and for the update (Qi et al. 2023).
+    """A backward split into two graphs, as in zero-bubble pipelines (Qi et al. 2023).
+
+    The first graph computes gradients for which previous stages wait, the second graph gradients for the update.
 
     Args:
         inputs: takes the backward's inputs; returns `backward_outputs` for other stages, then the inputs of `weights`.
-        weights: takes these inputs; returns the values carried into the update.
+        weights: takes the results of `inputs` that are meant for it; returns the values carried into the update.
     """
 
     inputs: fx.GraphModule
@@ -81,8 +83,8 @@ class PhasedProgram:
             `update_outputs` (the updated parameters and state). None in programs without an update.
         carried: names of the backward's nodes that the update reads, in order. Each is a gradient, or an addend of a
             gradient, so micro-batches can be added up.
-        hoisted: computation on parameters alone, run once for all micro-batches of a step. Takes `hoisted_inputs`,
-            parameters and buffers. None where each micro-batch computes everything.
+        hoisted: computation on parameters and buffers alone, run once for all micro-batches of a step. Takes
+            `hoisted_inputs` (indices into `lowered.inputs`). None where each micro-batch computes everything.
         halves: the split backward, for a stage whose order splits backwards.
     """
 
@@ -104,11 +106,11 @@ class PhasedProgram:
 
     @property
     def phases(self) -> Mapping[str, fx.GraphModule]:
-        """The graphs by name, in running order."""
+        """The graphs by the name of their phase, in running order. Missing phases are left out."""
         named = {"hoisted": self.hoisted, "forward": self.forward, "backward": self.backward, "update": self.update}
         return {name: graph_module for name, graph_module in named.items() if graph_module is not None}
 
     def digest(self) -> str:
-        """A short hash of the graphs' text, equal on all ranks."""
+        """Return a hash of the graphs' text, 16 hex digits, equal on all ranks."""
         graphs = [graph_module.graph for graph_module in self.phases.values()]
         return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_RANKS = 2**20
-"""Most ranks of a mesh: ten times the largest cluster that trained a model, and few enough to list."""
+"""Largest number of ranks of a mesh: ten times the largest cluster that trained a model, and few enough to list."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -83,18 +83,18 @@ class Mesh:
         return math.prod(self.shape)
 
     def axis_size(self, axis: str) -> int:
-        """The number of ranks along `axis`; `MeshError` for an unknown axis."""
+        """Return the number of ranks along `axis`; raise `MeshError` for an unknown axis."""
         for name, size in self.axes:
             if name == axis:
                 return size
         raise MeshError(f"{self} has no axis {axis!r}; its axes are {', '.join(map(repr, self.axis_names))}.")
 
     def shards(self, axes: Sequence[str]) -> int:
-        """The number of pieces into which `axes` together split a dim."""
+        """Return the number of pieces into which `axes` together split a dim."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of `rank` along each axis."""
+        """Return the index of `rank` along each axis, by axis name."""
         if not isinstance(rank, int) or not 0 <= rank < self.size:
             raise MeshError(f"{self} has ranks 0 to {self.size - 1}; rank={rank!r} is not among them.")
         result = {}
@@ -103,9 +103,9 @@ class Mesh:
         return {name: result[name] for name in self.axis_names}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at an index along every axis, the inverse of `coordinates`.
+        """Return the rank with these indices along the axes, the inverse of `coordinates`.
 
-        Raises `MeshError` for unknown places.
+        Raises `MeshError` if an axis is missing or an index is out of range.
         """
         rank = 0
         for name, size in self.axes:
@@ -116,7 +116,7 @@ class Mesh:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that communicate along `axes`, each with the last axis fastest."""
+        """Return the groups of ranks that communicate along `axes`. In a group, the last axis varies fastest."""
         for axis in axes:
             self.axis_size(axis)
         others = [name for name in self.axis_names if name not in axes]

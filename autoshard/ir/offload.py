@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoshard.ir.brought_back import BroughtBack
 
 LABEL = "offload"
-"""Name in a prediction's breakdown for the time of copies to and from the host."""
+"""Key in `Prediction.breakdown` for the time of copies to and from the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Offload:
     """The offloaded nodes of a plan in program order, with their effect.
 
     Args:
-        nodes: the nodes.
+        nodes: the offloaded nodes.
         candidates: number of nodes that the search could have offloaded.
         host_bytes: bytes in host memory at the end of the forward, for each rank.
-        saved_bytes: reduction of the peak by offload, all else equal, on each rank.
+        saved_bytes: bytes by which offload lowers the peak of each rank, all else equal.
         time_s: seconds that the copies add to the objective.
     """
 
@@ -35,4 +35,4 @@ class Offload:
 
 
 NO_OFFLOAD = Offload()
-"""Nothing leaves the device."""
+"""No offload: every saved value stays on the device."""

@@ -1,4 +1,4 @@
-"""The outputs of a model that a call returns."""
+"""Choice of the model's outputs that a call returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outputs(StrEnum):
-    """The outputs that a call returns."""
+    """The outputs that a call returns: all as the plan shards them, all gathered, or the loss alone."""
 
     AS_PLANNED = "all outputs, as the plan has them"
     WHOLE = "all outputs, whole"

@@ -1,4 +1,4 @@
-"""Whether padding of a call is proven to reach no result."""
+"""Result of a proof that padding of a call's inputs reaches no result of the call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Grown = Mapping[int, int]
-"""Dims of a result that grow with the inputs, and their length beyond the inputs' (-1 for shifted predictions)."""
+"""Dim of a result that grows with the padded inputs, to its unpadded size minus the inputs' unpadded length.
+
+The difference is usually 0; for predictions that are shifted by one place it is -1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class PaddingProof:
     """Whether padding provably reaches no result of a call.
 
     Args:
-        cuts: the growing dims, by the number of the result.
+        cuts: number of a result to its dims that grow with the padded inputs. These dims are cut back after a call.
         as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
         reason: why padding may reach a result; empty if it provably does not.
     """

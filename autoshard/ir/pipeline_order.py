@@ -20,7 +20,7 @@ class Work(StrEnum):
     """Kind of a task for a stage and a micro-batch, in the letters of `torch.distributed.pipelining`.
 
     A backward is whole or split: `BACKWARD_INPUT` computes the gradient that the previous stage waits for,
-    `BACKWARD_WEIGHT` those of the weights.
+    `BACKWARD_WEIGHT` computes the gradients of the weights.
     """
 
     FORWARD = "F"
@@ -34,17 +34,23 @@ class Work(StrEnum):
 
     @property
     def is_send(self) -> bool:
-        """Whether a value leaves the rank."""
+        """Whether the task sends a value to another rank."""
         return self in (Work.SEND_FORWARD, Work.SEND_BACKWARD)
 
     @property
     def is_transfer(self) -> bool:
-        """Whether the task is one end of a transfer between two ranks."""
+        """Whether the task sends or receives a value."""
         return self.is_send or self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
 
 
 class Message(NamedTuple):
-    """A stage's value for a neighbour: its output, or the gradient of its input."""
+    """A value that a stage makes for a neighbour: its output, or the gradient of its input.
+
+    Args:
+        stage: the stage that makes the value.
+        is_forward: whether the value is an output for the next stage, rather than a gradient for the previous stage.
+        micro_batch: number of the micro-batch.
+    """
 
     stage: int
     is_forward: bool
@@ -98,10 +104,11 @@ class PipelineOrder:
     """The order of a pipeline's step.
 
     Args:
-        stage_ranks: by stage, the number of its rank.
+        stage_ranks: pipeline rank of each stage.
         micro_batches: number of equal parts of the batch. A mean over the batch is the mean over these parts, by
             `autoshard.ir.loss_weights`.
-        ranks: by rank, its slots in order. Transfers are asynchronous: a rank waits for a message at its first reader.
+        ranks: for each pipeline rank, its slots in running order. Transfers are asynchronous: a rank waits for a
+            message just before the first task that reads it.
     """
 
     stage_ranks: tuple[int, ...]
@@ -110,11 +117,11 @@ class PipelineOrder:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages on each rank."""
+        """Number of stages on each rank."""
         return len(self.stage_ranks) // len(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data that a person can read and edit, each rank's tasks as one line."""
+        """Return JSON data that a person can read and edit. The tasks of each rank are one line of text."""
         lines = [" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks]
         return {"stage_ranks": list(self.stage_ranks), "micro_batches": self.micro_batches, "ranks": lines}
 
@@ -130,7 +137,7 @@ class PipelineOrder:
         return cls(found.stage_ranks, found.micro_batches, ranks)
 
     def tasks(self, rank: int) -> Iterator[StageTask]:
-        """The tasks of a rank in order."""
+        """Return the tasks of a rank in running order."""
         return chain.from_iterable(self.ranks[rank])
 
     @property
@@ -149,9 +156,9 @@ class PipelineOrder:
         return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)
 
     def places(self) -> Mapping[tuple[int, bool, int], int]:
-        """Place of each (stage, is forward, micro-batch) in its rank's order.
+        """Return a dict from (stage, is forward, micro-batch) to the index of its slot among the slots of its rank.
 
-        The place of a split backward is that of its first half, which sends and receives the messages.
+        The index of a split backward is that of its first half, which sends and receives the messages.
         """
         return {
             (task.stage, task.work is Work.FORWARD, task.micro_batch): place
@@ -162,7 +169,7 @@ class PipelineOrder:
         }
 
     def crosses_ranks(self, message: Message) -> bool:
-        """Whether a message goes to another rank."""
+        """Whether a message has a reader, and the reader is on another rank than the maker."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
         return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
 
@@ -172,7 +179,9 @@ class PipelineOrder:
 
 
 def one_after_another(micro_batches: int) -> PipelineOrder:
-    """Order a step without stages, so that only one micro-batch's activations are in memory.
+    """Return the order of a step without stages: the backward of each micro-batch follows its forward.
+
+    Only one micro-batch's activations are in memory at a time.
 
     Example:
         >>> print(one_after_another(2))

@@ -47,16 +47,16 @@ _OF_OTHER_FORM: Mapping[str, Any] = {
     "nodes": Mapping[str, tuple[_Specs, _Specs]],
     "memory_budget": float | None,
 }
-"""Types of the fields whose JSON value differs from the attribute."""
+"""Fields whose value in JSON has another type than the attribute, with their type in JSON."""
 
 _VERSION, _TIMELINE = "autoshard_plan", "timeline"
 _NOT_IN_FILES = ("formulas", "alternatives")
 _OF_STAGES = ("stages", "order")
-"""Fields with readers of their own."""
+"""Fields that `from_json` reads with functions of their own."""
 
 
 class Formulas(Protocol):
-    """Makes the formulas of a plan from its model, when the first formula is requested."""
+    """Maker of a plan's formulas. The model is traced at more sizes when the first formula is requested."""
 
     def formula(
         self,
@@ -72,7 +72,7 @@ class Formulas(Protocol):
 
 
 class Alternatives(Protocol):
-    """Plans the program under other choices, when a question is put to the plan."""
+    """Answerer of questions about a plan: plans the same program again under other choices."""
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
         """Answer `Plan.why_not`."""
@@ -94,7 +94,8 @@ class Plan:
     Args:
         mesh: the mesh.
         program_digest: digest of the traced program that the plan belongs to.
-        inputs: name of each input to `dtype[shape]`; error messages compare a call with it.
+        inputs: name of each input to the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
+            inputs with these texts.
         nodes: specs of every node of the program, by node name.
         outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
         parameters: layout of each parameter, by qualified name.
@@ -110,9 +111,10 @@ class Plan:
         recompute: nodes of the forward that the backward computes a second time. `nodes` has both copies.
         offload: nodes of the forward whose values wait in host memory for the backward. `nodes` has their copies to the
             host and back.
-        replicated_operators: operators without a sharding rule, which run whole on every rank: (operator, source line).
-        operators: all operators and how each is split, the most expensive first; `coverage` groups them.
-        repeats: blocks that the plan's program leaves out because they equal the blocks behind them. `nodes`,
+        replicated_operators: operators without a sharding rule, as pairs (operator, source line). They run whole on
+            every rank.
+        operators: layout and time of each operator on each source line, the most expensive first; see `coverage`.
+        repeats: blocks that the plan's program leaves out because they equal the blocks that follow. `nodes`,
             `recompute` and `offload` omit the nodes of these blocks; all other fields describe the whole model.
         recipe: the recipe that restricted the search or was priced; None where all specs were searched.
         runtime: "autoshard" for plans that `compile` runs. A plan of any other `autoshard.Runtime` is only a price.
@@ -121,11 +123,11 @@ class Plan:
         was_cut: `time_budget_s` ended the search; more time or a faster machine may find another plan.
         stages: on a mesh with an axis "pipeline", the plan of each stage on the other axes. `nodes` is then empty, and
             the figures are those of the whole step.
-        order: tasks of each pipeline rank in a step, in their order.
+        order: tasks of each pipeline rank in a step, in running order.
         schedule: name of the order ("1F1B").
-        cuts: first node of each stage but the first, in the traced forward.
-        formulas: the maker of `formula`; None for a plan from a file or from another process.
-        alternatives: the maker of `explain`, `why_not` and `limits`; None for the same plans.
+        cuts: for each stage after the first, the name of its first node in the traced forward.
+        formulas, alternatives: objects that answer `formula`, and `explain`, `why_not` and `limits`. None for plans
+            from files, other processes or `compile`. A price has no `alternatives`.
     """
 
     mesh: Mesh
@@ -160,12 +162,12 @@ class Plan:
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> list[Any]:
-        """The pickled fields. `formulas` and `alternatives` hold the model and become None."""
+        """Return the fields to pickle. `formulas` and `alternatives` hold the model, and are pickled as None."""
         return [None if item.name in _NOT_IN_FILES else getattr(self, item.name) for item in fields(self)]
 
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
-        """The program's operators by their layout, the most expensive first.
+        """Entries of `operators`, grouped by layout, the most expensive first.
 
         The keys are "split" (over some axis), "replicated" (whole on every rank, by choice) and "without rule" (whole,
         for want of a sharding rule).
@@ -188,7 +190,7 @@ class Plan:
 
     @property
     def layouts(self) -> Mapping[str, int]:
-        """Elements of parameters by layout, most first; empty without an update.
+        """Number of parameter elements under each layout, the largest number first; empty without an update.
 
         A layout names the places of parameter, gradient and optimizer state, as in `{"ZeRO-3 over data; split over
         model": 8000000000, "copied over data, model": 4096}`.
@@ -214,9 +216,9 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of the objective to its proven lower bound, or None without a bound.
+        """Relative gap to the proven bound, `1 - lower_bound / objective`; None without a bound.
 
-        Both are sums that the search minimises. Only for the price of a recipe are they predicted steps.
+        The search minimises a sum of prices, which is a predicted step time only in the price of a recipe.
         """
         if self.lower_bound is None:
             return None
@@ -278,19 +280,21 @@ class Plan:
     ) -> sympy.Expr:
         """Return a cost of this plan as an expression in sizes of inputs, numbers of blocks and sizes of mesh axes.
 
-        The first call traces and lowers the model at a few more sizes. Specs stay the plan's own. The page is
-        docs/reference/formulas.md.
+        The first call traces and lowers the model at a few more sizes. Specs stay the plan's own. The formulas are
+        explained in docs/reference/formulas.md.
 
         Args:
             name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),
                 "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes" or "tokens".
-            dims: symbol to the number of an inputs' dim, or to dims by input (`{"height": {"input:0": 2}}`).
-                Default: `batch` is dim 0, `sequence` is dim 1 of inputs that look like sequences.
+            dims: for each symbol, the dim whose size it stands for: one index for all inputs, or a dict from input to
+                index (`{"height": {"input:0": 2}}`). Default: `batch` is dim 0, `sequence` is dim 1 of inputs that look
+                like sequences.
             fixed: symbols that keep the plan's own sizes.
             even: leave out the ceilings of uneven splits. The expression then holds where all splits are even.
 
         Returns:
-            An expression in `sympy.Symbol("batch")` and its like; `autoshard.vectorise` makes a numpy function of it.
+            An expression in symbols such as `sympy.Symbol("batch")`. `autoshard.vectorise` turns the expression into a
+            numpy function.
 
         Raises:
             FormulaError: no formula has this name, the cost is no polynomial in a size, or the plan has no model at
@@ -308,8 +312,8 @@ class Plan:
         """Explain the spec of a value: each possible spec, with the cost of the best plan that has it.
 
         Each alternative is planned as `autoshard.plan` would with the spec as a constraint, within the plan's memory
-        limit and constraints. All other specs may change. With stages, only those of the value's own stage may. Print
-        the result.
+        limit and constraints. All other specs may change. With pipeline stages, only specs of the value's own stage may
+        change. Print the result.
 
         Args:
             name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state), or a
@@ -345,9 +349,9 @@ class Plan:
 
     @seldom_collecting
     def limits(self) -> Limits:
-        """Find the limit of the plan: the worth of more memory, or of a faster part of the hardware.
+        """Find the resource that limits the plan: the time saved by more memory, or by a faster part of the hardware.
 
-        Each figure is that of a new search with the change. Print the result; `binding` names the change worth most.
+        Each change is planned by a new search. Print the result; `binding` names the change that saves the most time.
 
         Raises:
             NotAvailableError: the plan has no model at hand, as for `explain`.

@@ -1,4 +1,4 @@
-"""Parts of a plan: of a node, of a parameter, of an operator's calls, and of the whole step."""
+"""Parts of a plan: specs of a node, layout of a parameter, coverage of an operator, and prediction of the step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class ParameterPlan:
         spec: spec of the parameter.
         shape: global shape.
         local_bytes: bytes of the parameter on each device.
-        gradient: spec of the reduced gradient; a partial spec where the update itself reduces.
-        state: spec of each tensor of optimizer state.
-        layout: all layouts in words, "ZeRO-2 over data; split over model"; "" without an update.
+        gradient: spec of the gradient that the update reads; a partial spec if the update itself reduces it.
+        state: name of each tensor of optimizer state to its spec.
+        layout: placement of parameter, gradient and state in words, "ZeRO-2 over data; split over model"; "" without an
+            update.
     """
 
     spec: PartitionSpec
@@ -63,8 +64,8 @@ class OperatorCoverage:
         has_rule: whether a sharding rule covers the calls.
         is_split: whether some axis splits the calls. Otherwise they run whole on every rank.
         calls: number of calls in a step.
-        time_s: predicted time of all calls on each rank.
-        reshard_time_s: predicted time of resharding the calls' operands.
+        time_s: predicted seconds of all calls on each rank.
+        reshard_time_s: predicted seconds of resharding the calls' operands.
     """
 
     operator: str
@@ -97,7 +98,7 @@ class Prediction:
     """Predicted cost of a plan, from a simulation of its step on one rank of each kind.
 
     Args:
-        step_time_s: time of one step (forward and backward, and the update in plans of a whole training step).
+        step_time_s: seconds of one step (forward and backward, and the update in plans of a whole training step).
         peak_memory_bytes: peak device memory, per rank.
         breakdown: parts of `step_time_s` by name, in seconds: computation by phase, exposed communication by mesh axis,
             waiting for the host, bubble, and so on.
@@ -105,13 +106,14 @@ class Prediction:
         tokens_per_s: elements of the first integer input per second, or None without such an input.
         mfu: model FLOPs utilisation, FLOPs of the model per second over the mesh's peak; None without a known peak.
         hfu: hardware FLOPs utilisation, which also counts recomputed FLOPs.
-        overlaps: whether the prediction is for another runtime, which overlaps all that it can.
+        overlaps: whether the prediction prices a recipe in another runtime, with the overlap of communication and
+            computation that the runtime offers.
         overlapped: hidden communication by mesh axis, in seconds.
         step_time_interval_s: interval that contains the measured step time with probability `interval_coverage`, from
             the errors of past predictions on hardware of this kind; None without past predictions.
         kernels: Triton kernels that replace operators in the predicted step.
-        timeline: spans of the step; None where the timeline was not kept.
-        launches: launches by the host in a step: collectives, and calls other than views.
+        timeline: timeline of the step; None if it was not kept.
+        launches: number of collectives and kernels that the host launches in a step; views launch nothing.
         sent_bytes: bytes that a rank sends over each mesh axis.
         expert_load: tokens of the busiest expert-parallel rank, in multiples of the mean; None where all ranks have the
             same experts.
@@ -151,7 +153,7 @@ class Prediction:
 
     @property
     def hidden(self) -> Mapping[str, float]:
-        """Hidden communication in seconds, by names like the step's parts have."""
+        """Seconds of hidden communication over each mesh axis, under keys such as "hidden: communication over data"."""
         return {f"hidden: {_OVER}{axis}": seconds for axis, seconds in self.overlapped.items()}
 
     def to_json(self) -> dict[str, Any]:

@@ -43,13 +43,13 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return real numbers narrower than float32 as float32; any other tensor itself."""
+    """Return floating-point numbers narrower than float32 as float32, and any other tensor as it is."""
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.to(torch.float32) if is_narrow else tensor
 
 
 def effective_precision(model: nn.Module, precision: str | None) -> str | None:
-    """Return `precision` if some parameter of the model is wider, or None where the model's own types already agree.
+    """Return `precision` if some parameter of the model is wider, or None if the parameters already have this type.
 
     Raises:
         NotAvailableError: the precision is unknown, or the parameters have another type that is not wider.

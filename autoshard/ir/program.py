@@ -28,7 +28,11 @@ from autoshard.ir.repeat import Repeat
 
 
 class InputKind(StrEnum):
-    """Kind of a program's placeholder."""
+    """Kind of a program's input.
+
+    A tangent is the gradient of an output, an input of the backward. A seed starts the random numbers. State and
+    hyper-parameters belong to the optimizer.
+    """
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -38,7 +42,7 @@ class InputKind(StrEnum):
     STATE = "state"
     HYPER = "hyper"
     SQUARES = "squares"
-    """Input of a pipeline's stage: the squares of all stages' gradients, summed."""
+    """Input of a pipeline stage: the sum of squares of the gradients of all stages, for the gradients' norm."""
 
 
 class OutputKind(StrEnum):
@@ -51,9 +55,9 @@ class OutputKind(StrEnum):
     PARAMETER_UPDATE = "parameter_update"
     STATE_UPDATE = "state_update"
     SENT_GRADIENT = "sent_gradient"
-    """Result of a pipeline's stage: a value of the backward that a previous stage reads."""
+    """Result of a pipeline stage: a value of its backward, such as a gradient, that an earlier stage reads."""
     SQUARES = "squares"
-    """Result of a pipeline's stage: the squares of its own gradients, summed."""
+    """Result of a pipeline stage: the sum of squares of its own gradients."""
 
 
 _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_GRADIENT)
@@ -61,7 +65,10 @@ _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_G
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """One placeholder: its node, kind and qualified name. `aliases` has the further names of a tied parameter."""
+    """One input: the name of its placeholder node, its kind, and its qualified name.
+
+    `aliases` has the further names of a tied parameter.
+    """
 
     node: str
     kind: InputKind
@@ -71,7 +78,7 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """One result: its node, its kind, and a name.
+    """One result: the name of its node, its kind, and a name.
 
     The name is "output:0" for an output, the parameter's name for a gradient, and "input:0" for the gradient of an
     input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). `detached` outputs do not
@@ -93,12 +100,14 @@ OWNERS: Mapping[OutputKind, InputKind] = MappingProxyType(
         OutputKind.STATE_UPDATE: InputKind.STATE,
     }
 )
-"""Kind of the input whose name and spec a result has. Outputs have none."""
+"""Kind of a result to the kind of the input with the same name and spec. For example, a gradient has its parameter's
+name and spec. Outputs of the model have no such input.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A value that tracing relied on: node `node` evaluated to `value` on the example inputs."""
+    """A value that tracing relied on: node `node` of the graph had `value` on the example inputs."""
 
     node: str
     value: bool | int | float
@@ -112,14 +121,16 @@ class Program:
         graph_module: the graph, in the form that the module's docstring describes.
         inputs: one slot per placeholder, in order.
         outputs: one slot per element of the output tuple, in order.
-        output_tree: nesting of the flat outputs into the model's result. Leaves other than tensors are in
-            `output_constants`, by leaf index.
+        output_tree: pytree structure that turns the flat outputs into the model's result. Leaves other than tensors are
+            in `output_constants`, by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
         repeats: blocks of the model that a program for planning leaves out.
-        python: Python state that the model read and set during the trace.
-        unreached: tangent name to the slots without a gradient (None, not zeros) in a backward from its output alone.
+        python: Python values that the model read and set during the trace.
+        unreached: for each tangent, the slots that get no gradient (None, not zeros) in a backward from the tangent's
+            output alone. Tangents and slots are given by name.
         own_gradients: `torch.autograd.Function` classes in the model, whose gradients the authors wrote.
-        kept: outputs that the call stores in attributes of modules ("router.aux_loss"), by leaf index; not returned.
+        kept: leaf index of an output to the module attribute ("router.aux_loss") in which the call stores the output. A
+            call does not return these outputs.
     """
 
     graph_module: fx.GraphModule
@@ -141,22 +152,22 @@ class Program:
         return self.graph_module.graph
 
     def nodes_by_name(self) -> dict[str, fx.Node]:
-        """All nodes in program order, listed at every call."""
+        """Return a new dict from names to nodes, in program order."""
         return {node.name: node for node in self.graph.nodes}
 
     def inputs_of(self, kind: InputKind) -> tuple[InputSlot, ...]:
-        """The input slots of one kind, in order."""
+        """Return the input slots of one kind, in order."""
         return tuple(slot for slot in self.inputs if slot.kind == kind)
 
     def read_by_guards(self) -> tuple[InputSlot, ...]:
-        """The input slots of `guard_program`'s placeholders, in order."""
+        """Return the input slots that `guard_program` takes, in the order of its placeholders."""
         if self.guard_program is None:
             return ()
         slots = {slot.node: slot for slot in self.inputs}
         return tuple(slots[str(node.target)] for node in self.guard_program.graph.nodes if node.op == "placeholder")
 
     def outputs_of(self, kind: OutputKind) -> tuple[OutputSlot, ...]:
-        """The output slots of one kind, in order."""
+        """Return the output slots of one kind, in order."""
         return tuple(slot for slot in self.outputs if slot.kind == kind)
 
     @property
@@ -165,11 +176,11 @@ class Program:
         return any(slot.kind in _TRAINING for slot in self.outputs)
 
     def text(self) -> str:
-        """The program as readable text, the same in every process that traced the same model."""
+        """Return the program as readable text, the same in every process that traced the same model."""
         return "\n".join(_lines(self))
 
     def digest(self) -> str:
-        """A short hash of the program's text; equal programs have equal digests. Made once, and kept with the graph."""
+        """Return a hash of the program's text, 16 hex digits. The hash is made once and kept with the graph."""
         of, digest = self.graph_module.meta.get(_DIGEST, (None, ""))
         if of is not self:
             digest = hashlib.sha256(self.text().encode()).hexdigest()[:16]
@@ -181,7 +192,10 @@ _DIGEST = "autoshard: digest"
 
 
 def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """The global values of a node, several for operators with a tuple result."""
+    """Return the tensors in a node's `meta["val"]`: one tensor, or one entry for each item of a tuple result.
+
+    Items of a tuple that are no tensors become None.
+    """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -191,7 +205,7 @@ def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 
 
 def describe(value: Any) -> str:
-    """A short text of a tensor's dtype and shape: `f32[2, 8]`."""
+    """Return a short text of a tensor's dtype and shape, such as `f32[2, 8]`."""
     if isinstance(value, torch.Tensor):
         return f"{_SHORT_DTYPE.get(value.dtype, str(value.dtype))}{list(value.shape)}"
     if isinstance(value, (tuple, list)):

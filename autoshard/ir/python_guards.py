@@ -1,8 +1,8 @@
 """Guards on Python values that a trace relied on. A later call checks the guards before it runs the program.
 
 A model's code reads attributes (`self.scale`, `dropout.p`, a configuration), submodules, hooks and methods, and the
-trace has their values built in. A guard remembers an object, a name and the value. It compares by identity first, so a
-check costs microseconds; other objects are compared by type and value.
+trace has their values built in. A guard remembers an object, a name and the value. It first compares the present value
+by identity, which costs microseconds, and then by type and content.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ _COMPARED_BYTES = 4 << 20
 """Most bytes of arrays and tensors that a call compares, in total; comparing them takes 0.25 ms."""
 
 _SAMPLED = 2048
-"""Sampled elements of an array or tensor beyond that limit."""
+"""Number of sampled elements in an array or tensor that exceeds `_COMPARED_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The type of an object, and the values in its `vars` under some names.
+    """Guard on some attributes of an object: its type, and the values in its `vars` under these names.
 
     Args:
-        title: the object in the user's words: "layers.0", or "" for the model itself.
+        title: name of the object for messages: "layers.0", or "" for the model itself.
         holder: the object: a module, a class, or an object with settings.
+        kind: the type of the object.
         names: the names that the trace looked up.
         values: the values found, `MISSING` for absent names.
     """
@@ -58,29 +59,29 @@ class Namespace:
 
     @classmethod
     def of(cls, title: str, holder: Any, names: Iterable[str]) -> Namespace:
-        """Look up the object's present values."""
+        """Make a guard on the object's present values."""
         names = tuple(names)
         held = vars(holder)
         return cls(title, holder, type(holder), names, tuple(held.get(name, MISSING) for name in names))
 
     def found(self) -> dict[str, Any]:
-        """Values by name."""
+        """Return the guarded values by name."""
         return dict(zip(self.names, self.values, strict=True))
 
     def without(self, names: Collection[str]) -> Namespace:
-        """The namespace without some names."""
+        """Return the guard without some names."""
         found = {name: value for name, value in self.found().items() if name not in names}
         return replace(self, names=tuple(found), values=tuple(found.values()))
 
     def holds(self) -> bool:
-        """Whether the object's values are unchanged."""
+        """Whether the object's type and values are unchanged."""
         found = map(self.holder.__dict__.get, self.names, repeat(MISSING))
         if type(self.holder) is self.kind and all(map(is_, found, self.values)):
             return True
         return not self.changes()
 
     def changes(self) -> list[str]:
-        """The names whose values have changed."""
+        """Return the paths of the attributes whose values have changed, such as "layers.0.scale"."""
         held = vars(self.holder)
         changed = [] if type(self.holder) is self.kind else ["__class__"]
         pairs = zip(self.names, self.values, strict=True)
@@ -90,12 +91,12 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Content of a dict, list, set, deque, array of objects or object with slots, at one moment.
+    """Guard on the content of a dict, list, set, deque, array of objects or object with slots.
 
     Args:
-        title: the container in the user's words: "layers.0.sizes".
+        title: name of the container for messages: "layers.0.sizes".
         holder: the container.
-        items: keys and values of a dict, elements of any other container.
+        items: the content during the trace: keys and values of a dict, elements of any other container.
     """
 
     title: str
@@ -104,7 +105,7 @@ class Content:
 
     @classmethod
     def of(cls, title: str, holder: Any) -> Content:
-        """Take down the content of the container now."""
+        """Make a guard on the container's present content."""
         return cls(title, holder, items_of(holder))
 
     def holds(self) -> bool:
@@ -115,18 +116,18 @@ class Content:
         )
 
     def changes(self) -> list[str]:
-        """The container's title if its content has changed."""
+        """Return the container's title in a list if its content has changed, else an empty list."""
         return [] if self.holds() else [self.title]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The numbers in an array, a bytearray or a tensor.
+    """Guard on the numbers in an array, a bytearray or a tensor.
 
     Args:
-        title: the attribute in the user's words.
+        title: path of the attribute for messages.
         holder: the array or tensor.
-        form: shape and type; for a tensor its version and the address of its memory.
+        form: shape and type of an array; for a tensor its version counter and the address of its memory.
         read: returns the compared bytes: all, a sample, or none where the memory cannot be read.
         found: bytes that `read` returned during the trace.
         alias: keeps the memory of a tensor alive, so that no other tensor gets its address.
@@ -141,7 +142,7 @@ class Memory:
 
     @classmethod
     def of(cls, title: str, holder: Any, room: int) -> Memory:
-        """Record the present numbers, all of them if they fit into `room` bytes."""
+        """Make a guard on the present numbers: on all of them if they fit into `room` bytes, else on a sample."""
         alias = holder.detach() if isinstance(holder, torch.Tensor) else None
         read = _reader_of(holder, room)
         return cls(title, holder, _form_of(holder), read, read(), alias)
@@ -151,7 +152,7 @@ class Memory:
         return _form_of(self.holder) == self.form and self.read() == self.found
 
     def changes(self) -> list[str]:
-        """The array's title if its numbers have changed."""
+        """Return the title in a list if the numbers have changed, else an empty list."""
         return [] if self.holds() else [self.title]
 
 
@@ -173,7 +174,7 @@ def _reader_of(value: Any, room: int) -> Callable[[], bytes]:
 
 
 def _spread(elements: NDArray[Any]) -> NDArray[Any]:
-    """Elements at even distances, as a view: of each of the last dims a part."""
+    """Return a view of about `_SAMPLED` elements of an array, at even distances along its dims."""
     for dim in range(elements.ndim):
         if elements.size > _SAMPLED:
             step = min(elements.shape[dim], -(-elements.size // _SAMPLED))
@@ -188,11 +189,12 @@ class PythonGuards:
     Args:
         namespaces: objects with the values that the trace read.
         contents: containers among these values, with their content.
-        empties: empty containers, each with its title.
+        empties: containers that were empty; `empty_titles` has their titles.
         memories: arrays, and tensors that are neither parameters, buffers nor inputs.
         conditions: conditions on watched numbers, which are not compared by value.
         settings: attributes that a call sets when the guards hold, as in `PythonUse`.
-        of_another: whether the guards belong to a model of which the called model is a copy. They never hold then.
+        of_another: whether the guards were made for another model, of which the called model is a copy. Such guards
+            never hold.
     """
 
     namespaces: tuple[Namespace, ...] = ()
@@ -205,7 +207,7 @@ class PythonGuards:
     of_another: bool = False
 
     def hold(self) -> bool:
-        """Whether a new trace would give the program traced under these guards."""
+        """Whether all guarded values are unchanged, so that a new trace would give the same program."""
         return (
             not self.of_another
             and not any(self.empties)
@@ -216,7 +218,7 @@ class PythonGuards:
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
-        """The guards without some attributes, each given by `id` of its object and name."""
+        """Return the guards without some attributes, each given as (`id` of its object, name)."""
         holders = {holder for holder, _ in attributes}
         return replace(
             self,
@@ -229,7 +231,7 @@ class PythonGuards:
         )
 
     def changes(self) -> Sequence[str]:
-        """Titles of the changed values, in the user's words: `layers.0.dropout.p`."""
+        """Return the paths of all changed values, such as "layers.0.dropout.p"."""
         found = [name for item in (*self.namespaces, *self.contents) for name in item.changes()]
         found += [title for title, held in zip(self.empty_titles, self.empties, strict=True) if held]
         found += [name for item in (*self.memories, *self.conditions) for name in item.changes()]
@@ -241,11 +243,11 @@ class PythonUse:
     """Python values that a trace read and set.
 
     Args:
-        names: for each object its title, the object and the names that the trace looked up in it.
-        containers: dicts, lists and sets that the trace read as a whole, with their titles.
-        settings: attributes that the call sets to plain values: object, name and value.
+        names: for each object (its title, the object, the names that the trace looked up in it).
+        containers: dicts, lists and sets that the trace read as a whole, each as (its title, the container).
+        settings: attributes that the call sets to plain values, each as (object, name, value).
         notes: sentences for the user about effects that a compiled call does not have.
-        counting: titles of attributes that every call changes without effect on the result. They have no guards.
+        counting: paths of attributes that every call changes without effect on the result. They have no guards.
     """
 
     names: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
@@ -255,7 +257,7 @@ class PythonUse:
     counting: frozenset[str] = frozenset()
 
     def beside(self, other: PythonUse) -> PythonUse:
-        """Join with the values that another trace read."""
+        """Return this record with the names, containers and counting attributes of another trace added."""
         names = {id(holder): (title, holder, found) for title, holder, found in self.names}
         for title, holder, found in other.names:
             mine = names.get(id(holder), (title, holder, ()))[2]
@@ -265,7 +267,10 @@ class PythonUse:
         return replace(self, names=tuple(names.values()), containers=tuple(containers.values()), counting=counting)
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Make guards on the present values. `registered` are tensors that the program takes as inputs."""
+        """Make guards on the present values.
+
+        Tensors in `registered` get no guards, because the program takes them as inputs.
+        """
         collected = _Collected({id(tensor) for tensor in registered}, self.counting)
         for title, holder, names in self.names:
             collected.add(title, holder, names)
@@ -287,7 +292,7 @@ class _Collected:
         self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
-        """Guard an object's values under some names."""
+        """Guard an object's values under some names, and the content of these values."""
         namespace = Namespace.of(title, holder, self._without_counting(title, names))
         self._namespaces.append(namespace)
         for name, value in zip(namespace.names, namespace.values, strict=True):
@@ -329,7 +334,7 @@ class _Collected:
         return [name for name in names if f"{title}.{name}".removeprefix(".") not in self._counting]
 
     def guards(self) -> PythonGuards:
-        """The guards on everything added."""
+        """Return the guards on everything added."""
         titles, empties = zip(*self._empties, strict=True) if self._empties else ((), ())
         namespaces, contents = tuple(self._namespaces), tuple(self._contents)
         return PythonGuards(namespaces, contents, empties, titles, tuple(self._memories))

@@ -1,4 +1,4 @@
-"""Python values as guards compare them: plain values, containers and their content, equality."""
+"""Comparison of Python values for guards: plain values, content of containers, and equality."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 MISSING = enum.Enum("Missing", "NAME").NAME  # type: ignore[attr-defined]
-"""The value of a name that a namespace lacks."""
+"""Stands for the value of a name that a namespace lacks."""
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, slice, range, types.EllipsisType, Fraction, PurePath,
     torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic,
 )  # fmt: skip
-"""Types compared by type and value."""
+"""Types whose values are compared by type and value."""
 
 CONTAINERS = (dict, types.MappingProxyType, list, set, tuple, frozenset, deque)
 
@@ -39,7 +39,10 @@ def is_container(value: Any) -> bool:
 
 
 def items_of(value: Any) -> tuple[Any, ...]:
-    """Content of a container or of an object with slots: keys and values of a mapping, elements, values of slots."""
+    """Return the content of a container, or of an object with slots.
+
+    The content is the keys and values of a mapping, the elements of another container, or the values of the slots.
+    """
     if isinstance(value, Mapping):
         return (*value.keys(), *value.values())
     if isinstance(value, np.ndarray):
@@ -48,7 +51,7 @@ def items_of(value: Any) -> tuple[Any, ...]:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """The set slots of an object, by name."""
+    """Return the slots of an object that have a value, by name."""
     found = {}
     for kind in type(value).__mro__:
         names = vars(kind).get("__slots__", ())
@@ -60,9 +63,10 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def as_array(value: Any) -> NDArray[Any] | None:
-    """The array itself, or an array on a tensor's memory; None for a tensor without plain memory.
+    """Return an array as it is, and a tensor as an array on the tensor's memory.
 
-    A tensor's numbers are viewed as integers, because numpy has no bfloat16.
+    The array of a tensor has integers of the same bits, because numpy has no bfloat16. None for a tensor on another
+    device than the CPU, and for a quantised, sparse or lazily conjugated tensor.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -101,13 +105,16 @@ def are_alike(found: Any, value: Any) -> bool:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """The attributes of an object, from its dict and its slots."""
+    """Return the attributes of an object by name, from its dict and its slots."""
     held = getattr(value, "__dict__", None)
     return {**(held if isinstance(held, dict) else {}), **slots_of(value)}
 
 
 def is_record(value: Any, depth: int = 4) -> bool:
-    """Whether an object only holds settings: plain values, arrays, tensors, functions, types, containers, records."""
+    """Whether an object only holds settings: plain values, arrays, tensors, functions, types, containers, records.
+
+    Records and containers may lie within each other at most `depth` deep.
+    """
     if isinstance(value, (type, torch.Tensor, torch.nn.Module, *_CALLABLE, *MEMORIES)):
         return False
     held = held_by(value)
@@ -115,7 +122,10 @@ def is_record(value: Any, depth: int = 4) -> bool:
 
 
 def content_text(value: Any) -> str:
-    """Text of a setting's content, which differs where the content does; tensors are left out."""
+    """Return a text of a setting's content.
+
+    Settings with different content have different texts, except that tensors are left out.
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (type, torch.Tensor, *_CALLABLE)):
@@ -131,7 +141,10 @@ def content_text(value: Any) -> str:
 
 
 def is_setting(value: Any, depth: int = 4) -> bool:
-    """Whether a value is plain, an array, a tensor, a function, a type, or only holds some."""
+    """Whether a value is plain, an array, a tensor, a function or a type, or a container or record of such values.
+
+    Records and containers may lie within each other at most `depth` deep.
+    """
     if isinstance(value, (*PLAIN, type, torch.Tensor, *_CALLABLE)):
         return True
     if is_container(value):

@@ -1,4 +1,4 @@
-"""Reads the data of a JSON file as the dataclasses that wrote it.
+"""Reads JSON data into the dataclasses that wrote it.
 
 A wrong value is refused with its place in the file, the value, and the expected type. Also refused are duplicate keys,
 numbers that are not finite or exceed 64 bits, and endless nesting, which the JSON standard leaves open.
@@ -20,7 +20,7 @@ from autoshard.errors import PlanMismatchError
 from autoshard.ir.spec import PartitionSpec
 
 Place = tuple[str, ...]
-"""The keys of a value in a file, outermost first. List entries have their number as key."""
+"""Keys that lead to a value in a file, outermost first. The key of a list's entry is its index as text."""
 
 _IN_JSON: Mapping[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "bool"),
@@ -32,7 +32,9 @@ _IN_JSON: Mapping[Any, tuple[tuple[type, ...], str]] = {
     Sequence: ((list, tuple), "list"),
     tuple: ((list, tuple), "list"),
 }
-"""The JSON types of a kind of value, and the kind's name. Dataclasses count as mappings."""
+"""For each type of a field, the Python types that its JSON value may have, and a name for messages. Dataclasses count
+as mappings.
+"""
 
 
 def parse(text: str) -> Any:
@@ -80,10 +82,10 @@ def _float(digits: str) -> float:
 
 
 def read(kind: Any, data: object, place: Place = ()) -> Any:
-    """Convert data to a kind: a dataclass, a spec (text in the file), a JSON type, mappings or tuples.
+    """Convert JSON data to the type `kind`: a dataclass, a `PartitionSpec` (text in the file), a mapping, a tuple.
 
     Raises:
-        PlanMismatchError: the data is of another kind, a required field is missing, or a field is unknown.
+        PlanMismatchError: the data is of another type, a required field is missing, or a field is unknown.
 
     Example:
         >>> read(tuple[int, ...], [2, 4])

@@ -2,7 +2,7 @@
 
 A recipe gives the sizes of the axes (pipeline x data x context x tensor), the ZeRO stage and the recomputation. Experts
 share the data and context axes. `autoshard.plan` restricts its search by a recipe. `autoshard.price` turns a complete
-recipe into constraints on a traced program. A `Runtime` says how a framework runs it.
+recipe into constraints on a traced program. A `Runtime` says how a framework runs the recipe.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ OFFLOADS = ("none", "activations", "optimizer", "parameters")
 class Recipe:
     """An expert's layout of a training step, complete or partial.
 
-    `autoshard.plan` and `autoshard.compile` search the fields that are None. `autoshard.price` takes complete recipes;
-    `autoshard.ir.execution.Execution.of` gives plain values to the fields that may stay None.
+    `autoshard.plan` and `autoshard.compile` search the fields that are None. `autoshard.price` searches nothing: a
+    field that is None gets a plain value (`autoshard.ir.execution.Execution.of`).
 
     Args:
         data: replicas of the model; FSDP's shards count among the replicas.
         zero: ZeRO stage over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        zero_group: ranks over which ZeRO shards, for hybrid sharding. None: all of `data` x `context`, or the mesh axes
-            "replica" and "data".
+        zero_group: ranks over which ZeRO shards, for hybrid sharding. None: all of `data` x `context`; on a mesh, the
+            axes "replica" and "data" together.
         tensor: ranks that split heads, hidden units and the vocabulary of each layer.
         sequence_parallel: outside tensor-parallel regions, `tensor` splits activations along the sequence.
         context: ranks that split the sequence.
         expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
         expert_tensor: ranks among `tensor` that split each expert.
-        pipeline: stages that a micro-batch passes. None on a mesh: the size of its axis "pipeline".
+        pipeline: ranks of the pipeline, each with `virtual_stages` stages. None on a mesh: the size of its axis
+            "pipeline".
         schedule: pipeline schedule by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"), listed in
             docs/tutorials/pipelines_and_experts.md. None on a mesh: "1F1B", or "Interleaved1F1B" with virtual stages.
         virtual_stages: model chunks on each pipeline rank. None on a mesh: the fewest that the schedule takes.
@@ -84,12 +85,12 @@ class Recipe:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no field is free. Complete recipes may have None for `zero_group`, `schedule` and `stage_layers`."""
+        """Whether every field is given. A complete recipe may omit `zero_group`, `schedule` and `stage_layers`."""
         return None not in _decided_of(self)
 
     @property
     def of_stage(self) -> Recipe:
-        """The recipe of each stage, on the axes beside the pipeline."""
+        """The recipe of one stage alone, for the mesh axes without the pipeline: `pipeline` is 1."""
         return replace(self, pipeline=1, schedule=None, virtual_stages=1, stage_layers=None)
 
     @property
@@ -128,7 +129,7 @@ class Recipe:
         return f"micro-batches of {self.micro_batch}"
 
     def _partial_words(self) -> str:
-        """The given fields, and the free fields where they are few."""
+        """Return the given fields as text. Names of the free fields follow if there are at most `_NAMED`."""
         given = {item.name: getattr(self, item.name) for item in fields(Recipe)}
         said = [
             f"{name}={value!r}"
@@ -215,7 +216,7 @@ def named_schedule(recipe: Recipe) -> str:
 
 
 def least_stages(recipe: Recipe) -> int:
-    """Stages on each pipeline rank: `virtual_stages`, or the fewest that the schedule takes."""
+    """Number of stages on each pipeline rank: `virtual_stages`, or the fewest that the schedule takes."""
     return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 
@@ -233,10 +234,10 @@ _OPTIONAL = ("zero_group",)
 _FLAGS = ("sequence_parallel",)
 _OF_EXPERTS_AND_STAGES = ("expert", "expert_tensor", "pipeline", "virtual_stages")
 DECIDED = tuple(item.name for item in fields(Recipe) if item.name not in ("zero_group", "schedule", "stage_layers"))
-"""Fields that a complete recipe gives."""
+"""Names of the fields that have a value in every complete recipe."""
 
 _NAMED = 4
-"""Most free fields that `words` lists."""
+"""`words` lists the free fields if there are at most this many."""
 
 _counts_of = attrgetter(*_COUNTS)
 _kinds_of = attrgetter(*_CHOICES, *_FLAGS)
@@ -262,7 +263,7 @@ def check_field(name: str, value: object) -> None:
 
 
 def _entries(name: str, given: object) -> tuple[object, ...]:
-    """Return the entries of a field that holds several."""
+    """Return the numbers of a field such as `stage_layers` as a tuple; `RecipeError` if the field is no iterable."""
     if not isinstance(given, Iterable):
         raise RecipeError(f"{name}={given!r} is a {type(given).__name__}; pass a tuple of whole numbers.")
     return tuple(given)

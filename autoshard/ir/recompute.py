@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoshard.ir.brought_back import BroughtBack
 
 PHASE = "recompute"
-"""The phase of recomputed nodes. They run within the backward."""
+"""Name of the phase of recomputed nodes. They run within the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Recompute:
     """The recomputed nodes of a plan in program order, with their effect.
 
     Args:
-        nodes: the nodes.
+        nodes: the recomputed nodes.
         candidates: number of nodes that the search could have recomputed.
-        saved_bytes: reduction of the peak by recomputation, with equal specs, on each rank.
+        saved_bytes: bytes by which recomputation lowers the peak of each rank, with the same specs.
         time_s: seconds that recomputation adds to the objective.
     """
 

@@ -21,7 +21,7 @@ _OPERATORS = {
 
 
 def identity_of(reduction: Reduction, dtype: torch.dtype) -> bool | int | float:
-    """The element of `dtype` that leaves any other element unchanged in a reduction.
+    """Return the element of `dtype` that leaves any other element unchanged in a reduction.
 
     Example:
         >>> identity_of(Reduction.MAX, torch.float32), identity_of(Reduction.MIN, torch.int8)

@@ -38,11 +38,14 @@ class Repeat:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The first blocks of the two units ahead of the gap, and of the two units behind it."""
+        """First blocks of four units: the two units ahead of the gap, and the two units behind the gap."""
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
-        """Index in `units` of a module or parameter, and its path within the unit; None outside these units."""
+        """Return the unit of a module or parameter, as an index in `units`, and the path within the unit.
+
+        None if the path is in none of these four units. Example: (2, "0.mlp.weight").
+        """
         block, rest = self._split(path)
         for index, first in enumerate(self.units):
             if block is not None and first <= block < first + self.period:
@@ -50,9 +53,10 @@ class Repeat:
         return None
 
     def alike(self, path: str) -> tuple[str, ...]:
-        """The paths for which a path stands, its own last.
+        """Return the paths of the whole model for which `path` stands, `path` itself last.
 
-        Paths outside the unit behind the gap stand for themselves.
+        A path in the unit behind the gap stands for the same place in each left-out unit, and for itself. Every other
+        path stands for itself alone.
         """
         block, rest = self._split(path)
         if block is None or not self.behind <= block < self.behind + self.period:
@@ -61,9 +65,9 @@ class Repeat:
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """First block of the unit of a path in the whole model, and the path in the unit that stands for it.
+        """Return the first block of the unit that contains `path`, and the same place in the unit behind the gap.
 
-        None outside the units in the gap and the unit behind it.
+        None if the path is neither in a left-out unit nor in the unit behind the gap.
         """
         block, rest = self._split(path)
         if block is None or not self.before + self.period <= block < self.behind + self.period:
@@ -72,7 +76,10 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def beside(self, path: str, other: str) -> str | None:
-        """The same place as `path` in the unit of `other`; None if one of the paths lies in no block."""
+        """Return the path of the same place as `path` in the unit that contains `other`.
+
+        None if one of the paths lies in no block of the list.
+        """
         (block, rest), (unit, _) = self._split(path), self._split(other)
         if block is None or unit is None:
             return None
@@ -80,7 +87,7 @@ class Repeat:
         return ".".join((self.path, str(number), *filter(None, (rest,))))
 
     def first_block(self, path: str) -> int | None:
-        """First block of the unit of a path; None outside `units` and the gap between them."""
+        """Return the number of the first block of the unit that contains `path`; None outside `units` and the gap."""
         block, _ = self._split(path)
         ahead, *_, last = self.units
         return self._first(block) if block is not None and ahead <= block < last + self.period else None
@@ -89,13 +96,16 @@ class Repeat:
         return block - (block - self.before) % self.period
 
     def _split(self, path: str) -> tuple[int | None, str]:
-        """Number of a path's block, None outside the list, and the path within the block."""
+        """Return the number of the path's block and the path within the block; (None, "") outside the list."""
         number, _, rest = path.removeprefix(f"{self.path}.").partition(".")
         return (int(number), rest) if path.startswith(f"{self.path}.") and number.isdigit() else (None, "")
 
 
 def names_alike(repeats: tuple[Repeat, ...], name: str) -> tuple[str, ...]:
-    """The names in the whole model that a slot's name stands for ("exp_avg:layers.30.weight"), itself last."""
+    """Return the names in the whole model for which a slot's name stands, the name itself last.
+
+    A slot's name is a path, or a kind and a path: "exp_avg:layers.30.weight".
+    """
     prefix, colon, path = name.rpartition(":")
     for repeat in repeats:
         if repeat.place(path) is not None:

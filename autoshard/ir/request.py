@@ -34,7 +34,7 @@ class CompiledProgram:
         python: Python state that the trace read.
         weights: weights of micro-batch losses within the batch's loss, where the step has micro-batches.
         staged: the stages of a pipeline. `phased` then describes their common inputs and update, and does not run.
-        own_stages: stages that this process runs.
+        own_stages: indices of the stages that this process runs.
     """
 
     phased: PhasedProgram
@@ -49,7 +49,7 @@ class CompiledProgram:
 
     @property
     def parts(self) -> tuple[PhasedProgram, ...]:
-        """The programs that run. A pipeline has those of all stages."""
+        """The programs that run: the program of the call, or the programs of all stages of a pipeline."""
         return (self.phased,) if self.staged is None else tuple(stage.phased for stage in self.staged.stages)
 
 
@@ -67,9 +67,9 @@ class Request:
         update: the optimizer's update. The program is then that of the whole training step.
         seed: seed of the call's random operators, for a model that branches on random values.
         device: device of the parameters.
-        values: context in which a model, or a model that shares its parameters, holds their global values. Entering
-            gathers the parameters on every rank, so it happens only where their values must be read.
-        known: programs of similar calls, traced under other Python state of the model.
+        values: makes a context in which the given model's parameters hold their global values. The context gathers the
+            parameters on every rank, so it is entered only if the trace must read values.
+        known: programs of similar calls, traced while the model had other Python attributes.
         derivatives: derivatives that the call returns in place of the model's outputs, the innermost first.
         outputs: outputs that the call returns.
         forward_only: leave out the backward, for callers that inspect only the forward.

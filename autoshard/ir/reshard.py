@@ -1,11 +1,11 @@
-"""Reshards: the cheapest way from one spec to another, in steps that each change one mesh axis.
+"""Reshards: the cheapest way from one spec to another, in steps. Each step changes one mesh axis.
 
 A reshard is a shortest path in the graph of specs (`autoshard.ir.spec_graph`), with each step priced by a `cost`. Axes
 on which the two specs agree take part too. For example, an all-reduce of copies may send fewer bytes if another axis
 slices the value first and gathers it afterwards.
 
-The search assumes that `cost` is not negative and depends only on a step's kind, axis, reduction and bytes. Steps that
-agree in these are priced once.
+The search assumes that `cost` is not negative and depends only on a step's kind, axis, reduction and bytes. Steps of
+equal kind, axis, reduction and bytes are priced once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 STEP_COST_BYTES = 2.0**-10
-"""Price of a step beside its bytes in `bytes_sent`. Among paths of equal bytes, the path with fewer steps wins."""
+"""Addend of `bytes_sent` for every step. Among paths that send equal bytes, the path with fewer steps is then cheapest.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,11 @@ StepCost = Callable[[ReshardStep], float]
 
 
 def bytes_sent(step: ReshardStep) -> float:
-    """Bytes that each rank sends for `step` with ring algorithms, plus `STEP_COST_BYTES`.
+    """Return the bytes that each rank sends for `step` with ring algorithms, plus `STEP_COST_BYTES`.
 
-    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks. An all-reduce is both. An all-to-all
-    sends all pieces but one (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps send nothing.
+    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks. An all-reduce is a reduce-scatter and
+    an all-gather. An all-to-all sends all pieces but one (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps
+    send nothing.
     """
     others = step.axis_size - 1
     sent = {
@@ -104,7 +106,7 @@ def plan_reshard(
         shape: the tensor's global shape.
         mesh: the mesh of both specs.
         itemsize: bytes of one element.
-        cost: price of a step, as the module's docstring demands; default `bytes_sent`. Plans are cached by `cost`, so
+        cost: price of a step, as the module's docstring demands; default `bytes_sent`. Results are cached by `cost`, so
             pass the same or an equal function each time.
 
     Returns:
@@ -131,7 +133,7 @@ def reshard_costs(
     itemsize: int = 4,
     cost: StepCost | None = None,
 ) -> NDArray[np.float64]:
-    """The price of the cheapest reshard from each of `sources` to each of `targets`, [sources, targets].
+    """Return the price of the cheapest reshard from each of `sources` to each of `targets`, [sources, targets].
 
     Args:
         sources, targets: specs before and after.
@@ -161,7 +163,10 @@ def reshard_costs(
 
 @lru_cache(maxsize=64)
 def _distances_to(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> dict[int, NDArray]:
-    """A cache of prices from every node, [nodes], by target node. Later searches fill it."""
+    """Return the cached dict from a target node to the prices of reshards from every node to it, [nodes].
+
+    The dict is new and empty at the first call with these arguments; `reshard_costs` fills it.
+    """
     return {}
 
 
@@ -187,7 +192,7 @@ def _plan(
 
 @lru_cache(maxsize=256)
 def _weights(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> NDArray[np.float64]:
-    """The price of every edge. Edges of equal class and bytes share one call of `cost`."""
+    """Return the price of every edge, [edges]. Edges of equal class and equal bytes share one call of `cost`."""
     sizes = graph.local_bytes(shape, itemsize)
     values, size_ids = np.unique(sizes, return_inverse=True)
     keys = graph.classes * len(values) + size_ids[graph.sources]

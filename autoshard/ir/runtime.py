@@ -10,7 +10,7 @@ from autoshard.ir.recipe import check_choice, check_count, check_flag
 from cost_models.schedule_orders import SCHEDULES
 
 AUTOSHARD = "autoshard"
-"""The runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it needs no profile."""
+"""Name of the runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it needs no profile."""
 
 MEGATRON = "megatron"
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
@@ -29,6 +29,8 @@ class Runtime:
         separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum (DeepSpeed's bf16 optimizer).
             Megatron-LM adds each product to the sum at once.
         master_weights: the optimizer keeps parameters in float32.
+        narrow_copies: below ZeRO-3 the model holds a copy of these parameters in the type of its products, and ZeRO
+            shards the float32 originals. Otherwise each product casts its parameters.
         overlap_gradients: gradients are reduced during the backward of the last micro-batch.
         overlap_parameters: ZeRO-1/2 gather the updated parameters during the next forward; ZeRO-3 gathers each block's
             parameters during the block before it.
@@ -38,7 +40,7 @@ class Runtime:
         overlap_offload: activations go to the host and return beside computation; otherwise the step waits for them.
         merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
             (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
-        folded_experts: the ranks of an expert group are neighbours, whatever tensor and context ranks attention has
+        folded_experts: the ranks of an expert group are neighbours, regardless of attention's tensor and context groups
             (Megatron-Core's parallel folding). Otherwise an expert group has one rank of each tensor and context group.
         separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS).
             Otherwise one kernel computes all experts of a rank.
@@ -49,8 +51,8 @@ class Runtime:
         fused: chains of memory-bound operators run as one kernel each. The optimizer is always fused.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
-        schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; (): all. A search proposes no
-            other schedule.
+        schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; () stands for all. A search
+            proposes no other schedule.
         zero_stages: ZeRO stages of the framework; `zero_in_pipelines`: ZeRO stages that work with a pipeline.
         offloads_in_pipelines: whether activations may go to the host with a pipeline.
 
@@ -68,6 +70,7 @@ class Runtime:
     gradient_dtype: str = "f32"
     separate_sum: bool = False
     master_weights: bool = True
+    narrow_copies: bool = True
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     overlap_tensor: bool = True
@@ -102,6 +105,7 @@ class Runtime:
 OURS = Runtime(
     name=AUTOSHARD,
     early_stop=True,
+    narrow_copies=False,
     bucket_bytes=10**12,
     fused=False,
     overlap_offload=False,
@@ -115,10 +119,11 @@ USUAL = Runtime(name=MEGATRON)
 RUNTIMES: Mapping[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
-        # Megatron Core 0.15: p2p overlap, a product of cuBLAS for each expert. Experts' exchanges overlap another
-        # micro-batch (overlap_moe_expert_parallel_comm) and go by DeepEP (moe_token_dispatcher_type "flex"). Schedules:
-        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1. Megatron-FSDP's ZeRO-2 and -3, and
-        # offloaded activations (cpu_offloading_num_layers), have no pipeline.
+        # Megatron Core 0.15. Messages between stages overlap computation, and each expert has a cuBLAS product of its
+        # own. All-to-alls of experts overlap another micro-batch (overlap_moe_expert_parallel_comm) and use DeepEP
+        # (moe_token_dispatcher_type "flex"). pipeline_parallel/schedules.py has the schedules. The distributed
+        # optimizer is ZeRO-1. Megatron-FSDP's ZeRO-2 and ZeRO-3 work without a pipeline only, and so do offloaded
+        # activations (cpu_offloading_num_layers).
         Runtime(
             name=MEGATRON,
             overlap_pipeline=True,
@@ -129,12 +134,12 @@ RUNTIMES: Mapping[str, Runtime] = {
             zero_in_pipelines=(0, 1),
             offloads_in_pipelines=False,
         ),
-        # torch 2.13, torch/distributed/fsdp: a bucket for each block, checkpoints that are not reentrant, eager mode.
-        # DistributedDataParallel is stage 0; fully_shard is 2 or 3, by reshard_after_forward.
+        # torch 2.13, torch/distributed/fsdp, in eager mode. Each block is a bucket, and checkpoints are not reentrant.
+        # DistributedDataParallel is ZeRO stage 0. fully_shard is stage 2 or 3, by reshard_after_forward.
         Runtime(name="fsdp2", early_stop=True, bucket_bytes=10**12, fused=False, zero_stages=(0, 2, 3)),
-        # DeepSpeed 0.17. Its bf16_optimizer.py and zero/config.py have gradients beside their sum, in pieces of 5e8
-        # elements. Its pipe/engine.py has one schedule and says "ZeRO-2 and ZeRO-3 are incompatible with pipeline
-        # parallelism".
+        # DeepSpeed 0.17. By bf16_optimizer.py and zero/config.py, gradients are stored beside their sum, in pieces of
+        # 5e8 elements. The file pipe/engine.py has one schedule. It says "ZeRO-2 and ZeRO-3 are incompatible with
+        # pipeline parallelism".
         Runtime(
             name="deepspeed",
             separate_sum=True,

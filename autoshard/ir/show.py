@@ -1,4 +1,4 @@
-"""The text and the page of a plan and of its answers. `autoshard.report` registers a function for each class."""
+"""Text and HTML of plans and of their answers. `autoshard.report` registers a function for each class."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import singledispatch
 
 @singledispatch
 def text_of(item: object) -> str:
-    """Text of an item, for `print`."""
+    """Return the text of an item for `print`."""
     raise TypeError(f"no text is registered for {type(item).__name__}: import autoshard.report")
 
 
 @singledispatch
 def page_of(item: object) -> str:
-    """An item as one page of HTML."""
+    """Return an item as one page of HTML."""
     raise TypeError(f"no page is registered for {type(item).__name__}: import autoshard.report")

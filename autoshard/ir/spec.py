@@ -97,18 +97,18 @@ class PartitionSpec:
         return not self.dims and not self.partial
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """The axes that split `dim` (counted from the front), major to minor."""
+        """Return the axes that split `dim` (counted from the front), major to minor."""
         return self.dims[dim] if dim < len(self.dims) else ()
 
     def dim_of(self, axis: str) -> int | None:
-        """The dim that `axis` splits, or None."""
+        """Return the dim that `axis` splits, or None."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
                 return dim
         return None
 
     def reduction_over(self, axis: str) -> Reduction | None:
-        """The reduction of the value's addends over `axis`, or None."""
+        """Return the reduction of the value's addends over `axis`, or None."""
         return dict(self.partial).get(axis)
 
     def check(self, mesh: Mesh, ndim: int) -> None:
@@ -123,7 +123,7 @@ class PartitionSpec:
             raise InvalidSpecError(f"{self!r} splits {len(self.dims)} dims, but the tensor has ndim={ndim}.")
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The padded local shape of a tensor of global `shape`."""
+        """Return the padded shape of each rank's local tensor, for a tensor of global `shape`."""
         return tuple(self._local_size(dim, size, mesh) for dim, size in enumerate(shape))
 
     def _local_size(self, dim: int, size: int, mesh: Mesh) -> int:

@@ -11,9 +11,9 @@ All partial axes of a spec have one reduction. Two reductions do not commute, so
 defined value. A partial value changes its reduction only by being reduced.
 
 The graph depends only on the mesh, the rank of the tensor and the reductions, so one graph serves all shapes. Edge
-weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958), all targets at once
-and vectorised over edges. It takes as many rounds as the longest shortest path has steps, about twice the number of
-axes.
+weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958). It runs for all
+targets at once, vectorised over edges. It takes as many rounds as the longest shortest path has steps, about twice the
+number of axes.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ Stacks = tuple[tuple[str, ...], ...]
 """For each dim of the tensor, its stack of axes."""
 
 State = tuple[Stacks, Partials]
-"""A spec with one stack for every dim, and its partial axes sorted by name. Cheap to build and to hash."""
+"""A spec as tuples, cheap to build and to hash: the stack of axes of every dim, and the partial axes sorted by name."""
 
 
 def state_of(spec: PartitionSpec, ndim: int) -> State:
-    """The node of `spec` in a graph of tensors with `ndim` dims."""
+    """Return the state of `spec` for tensors with `ndim` dims."""
     return tuple(spec.axes_of(dim) for dim in range(ndim)), spec.partial
 
 
@@ -146,15 +146,15 @@ class SpecGraph:
 
     Args:
         mesh: the mesh.
-        ndim: the number of dims.
-        specs: the nodes, by index.
-        moves: the moves of edges, sorted by source node.
+        ndim: the number of dims of the tensors.
+        specs: the spec of each node, [nodes].
+        moves: the move of each edge, [edges], sorted by source node.
         sources, targets: source and target node of each edge, [edges].
         starts: index of each node's first edge, [nodes].
-        classes: numbers of edges, equal for equal kind, axis and reduction, [edges].
+        classes: class number of each edge, [edges]. Edges of one class have equal kind, axis and reduction.
         stack_ids: index in `stacks` of each dim's stack, [nodes, ndim].
         stacks: the distinct stacks.
-        index: node index by state.
+        index: state to the index of its node.
     """
 
     mesh: Mesh
@@ -170,11 +170,11 @@ class SpecGraph:
     index: dict[State, int] = field(repr=False)
 
     def node_of(self, spec: PartitionSpec) -> int:
-        """The node index of `spec`."""
+        """Return the node index of `spec`."""
         return self.index[state_of(spec, self.ndim)]
 
     def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
-        """Bytes of the padded local tensor under each spec, [nodes]."""
+        """Return the bytes of the padded local tensor under each spec, [nodes]."""
         result = np.full(len(self.specs), itemsize, dtype=np.int64)
         for dim, size in enumerate(shape):
             sizes = np.array([_padded_size(size, axes, self.mesh) for axes in self.stacks], dtype=np.int64)
@@ -182,12 +182,12 @@ class SpecGraph:
         return result
 
     def edges_from(self, node: int) -> range:
-        """The indices of the edges from `node`."""
+        """Return the indices of the edges that start at `node`."""
         end = self.starts[node + 1] if node + 1 < len(self.starts) else len(self.moves)
         return range(int(self.starts[node]), int(end))
 
     def distances_to(self, targets: Sequence[int], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The length of the shortest path from every node to each of `targets`, [nodes, targets].
+        """Return the length of the shortest path from every node to each of `targets`, [nodes, targets].
 
         Args:
             targets: node indices.
@@ -205,7 +205,10 @@ class SpecGraph:
             result = shorter
 
     def shortest_path(self, source: int, target: int, weights: NDArray[np.float64]) -> tuple[int, ...]:
-        """The edges of a shortest path: of equal lengths the fewest edges, then the first by text."""
+        """Return the edge indices of a shortest path from `source` to `target`.
+
+        Among paths of equal length, the path with the fewest edges wins, then the first path by the text of its moves.
+        """
         distance = self.distances_to([target], weights)[:, 0]
         tight = weights + distance[self.targets] == distance[self.sources]
         hops = self.distances_to([target], np.where(tight, 1.0, np.inf))[:, 0]
@@ -221,7 +224,7 @@ class SpecGraph:
 
 @lru_cache(maxsize=128)
 def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> SpecGraph:
-    """The graph of all specs with `ndim` dims on `mesh`; partial values are in `reductions`."""
+    """Return the graph of all specs with `ndim` dims on `mesh`. Partial values have only reductions in `reductions`."""
     index, edges = _explore(mesh, ndim, reductions)
     stack_index: dict[tuple[str, ...], int] = {}
     stack_ids = [[stack_index.setdefault(axes, len(stack_index)) for axes in state[0]] for state in index]

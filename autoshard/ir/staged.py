@@ -1,7 +1,8 @@
 """Training steps, and calls without gradients, cut into the stages of a pipeline, as data.
 
-Each stage has a program of its own, on the mesh axes beside the pipeline. A value that crosses stages is a result of
-one program and an input of another, under one name. It goes to the rank with the same coordinates in the reading stage.
+Each stage has a program of its own, on the mesh without the axis of the pipeline. A value that crosses stages is a
+result of one program and an input of another, under one name. It goes to the rank with the same coordinates in the
+reading stage.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ PIPELINE_AXIS = "pipeline"
 """The mesh axis of pipeline stages."""
 
 ALONE = "data"
-"""The axis of size one for stages on a mesh without another axis."""
+"""Name of a stage's only axis, of size one, if the mesh has no axis beside the pipeline."""
 
 _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """The name of an input or result whose value crosses stages, made from the name of the value's node."""
+    """Return the name of an input or result whose value crosses stages, made from the name of the value's node."""
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
 
@@ -78,8 +79,8 @@ class StageProgram:
     Args:
         phased: the stage's phases.
         plan: the stage's plan.
-        is_alike: whether the phases are those of an equal stage under other names. Such phases only serve to predict
-            time and memory.
+        is_alike: whether `phased` comes from an equal stage, so that its names are of the other stage. It then only
+            serves to predict time and memory.
     """
 
     phased: PhasedProgram
@@ -94,8 +95,8 @@ class StagedProgram:
     Args:
         stages: in the order of the forward.
         crossings: the values that cross stages.
-        order: tasks of each pipeline rank in a step.
-        results: returned outputs ("output:0"), each with its stage; a step returns only the loss.
+        order: tasks of each pipeline rank in a step, in running order.
+        results: name of each returned output ("output:0") to its stage; a training step returns only the loss.
     """
 
     stages: tuple[StageProgram, ...]
@@ -104,20 +105,23 @@ class StagedProgram:
     results: Mapping[str, int]
 
     def digest(self) -> str:
-        """A short hash of all stages' text and their order, equal on all ranks."""
+        """Return a hash of all stages' text and of the order, 16 hex digits, equal on all ranks."""
         parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
         halves = (stage.phased.halves for stage in self.stages if stage.phased.halves is not None)
         parts += [str(half.graph) for pair in halves for half in (pair.inputs, pair.weights)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def made(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
-        """The result of the maker's program that is sent to another stage under this name."""
+        """Return the slot of the value that stage `maker` sends to another stage under this name.
+
+        The value is an output of the maker's forward, or a gradient of its backward.
+        """
         kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
         slots = self.stages[maker].phased.lowered.outputs
         return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))
 
     def stage_of_parameters(self) -> Mapping[str, int]:
-        """The stage that holds each parameter, by qualified name."""
+        """Return a dict from the qualified name of each parameter to the stage that holds it."""
         return {
             slot.slot.name: number
             for number, stage in enumerate(self.stages)

@@ -40,7 +40,7 @@ class Trace:
 
     @classmethod
     def of(cls, processes: Sequence[str], spans: Iterable[tuple[int, str, str, float, float]]) -> Trace:
-        """Make a trace of (process, stream, name, start, end), times in seconds."""
+        """Return a trace of spans, each (process, stream, name, start, end) with times in seconds."""
         made = []
         for process, stream, name, start_s, end_s in spans:
             start = round(start_s * 1e9)
@@ -62,12 +62,15 @@ class Trace:
         return events
 
     def write(self, path: str | Path) -> None:
-        """Write the trace event file."""
+        """Write the trace as a file in Chrome's trace event format."""
         document = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
         write_text(path, json.dumps(document) + "\n")
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data with a line for each span, `process | start_ns | duration_ns | stream | name`."""
+        """Return the trace as JSON data.
+
+        A span is a line of text: `process | start_ns | duration_ns | stream | name`.
+        """
         lines = [
             _SEPARATOR.join((str(span.process), str(span.start_ns), str(span.duration_ns), span.stream, span.name))
             for span in self.spans

@@ -1,4 +1,4 @@
-"""Whether a model runs under the tracer. Its tensors have no values then."""
+"""A flag that is set while a model runs only to be traced. The model's tensors have no values then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IS_TRACED: ContextVar[bool] = ContextVar("autoshard_is_traced", default=False)
 
 @contextmanager
 def under_trace() -> Iterator[None]:
-    """Within, models run to be traced."""
+    """Set the flag within the context."""
     token = _IS_TRACED.set(True)
     try:
         yield
@@ -20,5 +20,5 @@ def under_trace() -> Iterator[None]:
 
 
 def is_under_trace() -> bool:
-    """Whether models run to be traced."""
+    """Whether the flag is set, so that models run only to be traced."""
     return _IS_TRACED.get()

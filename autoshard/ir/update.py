@@ -19,10 +19,10 @@ class UpdateRule:
     """Update rule of a parameter.
 
     Args:
-        operator: name of the update in `torch.ops.autoshard`.
-        state: names of its state tensors for each parameter, as in torch's optimizer.
-        flags: the operator's last arguments.
-        hyper: names of the hyper-parameters, in the order of their vector.
+        operator: name of the update's operator in `torch.ops.autoshard`.
+        state: names of a parameter's tensors of optimizer state, as in torch's optimizer ("exp_avg").
+        flags: the last arguments of the operator, all bool.
+        hyper: names of the hyper-parameters, in the order of the vector that holds their values.
     """
 
     operator: str
@@ -54,7 +54,7 @@ class Update:
     max_grad_norm: float | None = None
 
     def group_of(self) -> Mapping[str, int]:
-        """The number of each parameter's group."""
+        """Return a dict from each parameter's name to the index of its group."""
         return {name: number for number, group in enumerate(self.groups) for name in group.parameters}
 
     def serves(self, other: Update, updated: Collection[str]) -> bool:
@@ -85,26 +85,29 @@ def check_norm(max_grad_norm: Any) -> None:
 
 
 def state_slot(state: str, parameter: str) -> str:
-    """The name of a slot of optimizer state: "exp_avg:layers.0.weight"."""
+    """Return the name of a slot of optimizer state: "exp_avg:layers.0.weight"."""
     return f"{state}:{parameter}"
 
 
 def parameter_of(slot_name: str) -> str:
-    """The parameter of a slot of optimizer state."""
+    """Return the name of the parameter in the name of a slot of optimizer state."""
     return slot_name.partition(":")[2]
 
 
 def names_state(pattern: str) -> bool:
-    """Whether a constraint is on optimizer state: "exp_avg:*.weight", not "input:0" or "*.weight"."""
+    """Whether the pattern of a constraint names optimizer state.
+
+    "exp_avg:*.weight" does; "input:0" and "*.weight" do not.
+    """
     kind, colon, _ = pattern.partition(":")
     return bool(colon) and kind not in ("input", "output", "tangent", "hyper")
 
 
 def hyper_slot(group: int) -> str:
-    """The name of the slot of a group's hyper-parameters."""
+    """Return the name of the slot of a group's hyper-parameters: "hyper:0"."""
     return f"hyper:{group}"
 
 
 def group_of(slot_name: str) -> int:
-    """The group of a hyper-parameter slot."""
+    """Return the index of the group in the name of a slot of hyper-parameters."""
     return int(slot_name.partition(":")[2])

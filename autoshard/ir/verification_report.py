@@ -1,4 +1,4 @@
-"""The report of a proof: its statements and its assumptions."""
+"""Report of a proof: the proven statements, and the assumptions of the proof."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class VerificationReport:
 
     Args:
         mesh: the mesh of the plan, including its pipeline axis.
-        nodes: nodes of the lowered program, all covered by the proof.
-        values: values of the traced program whose local form was derived.
-        results: number of results by kind, each in the spec of its slot.
-        collectives: number of collectives by name, "all_reduce over data".
-        rules: operator to the number of traced calls that rest on its sharding rule.
+        nodes: number of nodes of the lowered program, all covered by the proof.
+        values: number of values of the traced program whose local form was derived.
+        results: kind of result to the number of results that are proven to have the spec of their slot.
+        collectives: name of a collective ("all_reduce over data") to the number of its calls.
+        rules: operator to the number of traced calls whose proof rests on its sharding rule.
         assumptions: assumptions of the proof, one sentence each.
         seconds: wall time of the proof.
     """
@@ -49,11 +49,11 @@ class VerificationReport:
         )
 
     def assuming(self, sentence: str) -> VerificationReport:
-        """The report with one more assumption."""
+        """Return a copy with one more assumption, in a sentence."""
         return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data."""
+        """Return the report as JSON data."""
         return {**asdict(self), "mesh": dict(self.mesh.axes)}
 
     def __str__(self) -> str:

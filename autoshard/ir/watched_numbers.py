@@ -1,4 +1,4 @@
-"""Numbers that record how Python uses them while a call of a model is traced.
+"""Numbers that record their use by Python code while a call of a model is traced.
 
 A watched number stands in for an attribute. Arithmetic with it gives another watched number, whose expression is in
 terms of attributes. When Python takes a plain value from it (a comparison, a truth value, a conversion, a text), the
@@ -57,10 +57,10 @@ _IS_WATCHING: ContextVar[bool] = ContextVar("autoshard_is_watching", default=Fal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attribute:
-    """A number in an attribute.
+    """A number in an attribute of an object, as an expression.
 
     Args:
-        title: the object in the user's words.
+        title: name of the object for messages: "layers.0".
         holder: the object.
         name: name of the attribute in the object's `vars`.
         kind: the number's type.
@@ -75,21 +75,21 @@ class Attribute:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Identifies the attribute of this object."""
+        """Key that identifies the attribute: the object's `id` and the name."""
         return id(self.holder), self.name
 
     @property
     def path(self) -> str:
-        """The attribute in the user's words: `layers.0.step`."""
+        """Path of the attribute for messages: "layers.0.step"."""
         return f"{self.title}.{self.name}".removeprefix(".")
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """Itself."""
+        """The attribute as the only attribute of its expression."""
         return (self,)
 
     def value(self) -> Any:
-        """The attribute's present value.
+        """Return the attribute's present value.
 
         Raises:
             TypeError: the value has another type, or is gone.
@@ -102,11 +102,11 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberOperation:
-    """A function of attributes and plain values.
+    """A function applied to attributes, other operations and plain values, as an expression.
 
     Args:
         function: the function.
-        operands: expressions and plain values.
+        operands: its arguments, each an expression or a plain value.
     """
 
     function: Callable[..., Any]
@@ -119,7 +119,7 @@ class NumberOperation:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal functions of equal operands."""
+        """Key that is equal for equal functions of equal operands."""
         keys = (
             item.key if isinstance(item, (Attribute, NumberOperation)) else (type(item), repr(item))
             for item in self.operands
@@ -128,23 +128,23 @@ class NumberOperation:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """The attributes in the expression."""
+        """All attributes in the expression."""
         inner = (item for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
         return tuple(attribute for item in inner for attribute in item.attributes)
 
     def value(self) -> Any:
-        """The result now."""
+        """Return the result of the operation for the attributes' present values."""
         operands = (item.value() if isinstance(item, (Attribute, NumberOperation)) else item for item in self.operands)
         return self.function(*operands)
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The outcome of an expression in a trace.
+    """A condition on a later call: an expression has the same value as in the trace.
 
     Args:
         expression: an expression in attributes.
-        outcome: the value that Python saw.
+        outcome: the value that Python code saw during the trace.
     """
 
     expression: Attribute | NumberOperation
@@ -152,7 +152,7 @@ class Condition:
 
     @property
     def fixed(self) -> Attribute | None:
-        """The attribute whose value is determined by the outcome, or None."""
+        """The attribute whose value the outcome determines, or None."""
         match self.expression:
             case Attribute():
                 return self.expression
@@ -161,19 +161,19 @@ class Condition:
         return None
 
     def holds(self) -> bool:
-        """Whether the expression still has this outcome."""
+        """Whether the expression still has the recorded value."""
         try:
             return are_alike(self.expression.value(), self.outcome)
         except _ERRORS:
             return False
 
     def changes(self) -> list[str]:
-        """The attributes in the condition, if it no longer holds."""
+        """Return the paths of the attributes in the condition if it no longer holds, else an empty list."""
         return [] if self.holds() else [item.path for item in self.expression.attributes]
 
 
 class Watch:
-    """Records the conditions on some numbers, in order."""
+    """Makes watched numbers, and records the conditions on them in order."""
 
     def __init__(self) -> None:
         self._conditions: dict[Any, Condition] = {}
@@ -184,17 +184,20 @@ class Watch:
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """The conditions noted so far."""
+        """The conditions recorded so far."""
         return tuple(self._conditions.values())
 
     def number(self, expression: Attribute | NumberOperation, value: float) -> Any:
-        """Make a watched number."""
+        """Return a watched number with this expression and value."""
         number = (_Float if isinstance(value, float) else _Integer)(expression, value, self)
         self._made.append(weakref.ref(number))
         return number
 
     def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Compute with watched numbers; the result is watched too."""
+        """Apply a function to watched numbers, and return a watched number.
+
+        The result is plain, and the operands are conditions, if it is no number or its expression is too large.
+        """
         value = self._apply(function, operands)
         expression = NumberOperation(function, tuple(map(_expression_of, operands)))
         if type(value) not in (bool, *KINDS) or expression.size > _MOST_OPERATIONS:
@@ -207,13 +210,13 @@ class Watch:
         return self.number(expression, value) if self._is_watching() else value
 
     def noted(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Compute a plain value with watched numbers, and record a condition."""
+        """Apply a function to watched numbers, record its result as a condition, and return the plain result."""
         value = self._apply(function, operands)
         self._note(NumberOperation(function, tuple(map(_expression_of, operands))), value)
         return value
 
     def exact(self, number: _Number) -> Any:
-        """The plain value of a number, recorded as a condition."""
+        """Return the plain value of a number, and record it as a condition."""
         self._note(number._expression, number._value)
         return number._value
 
@@ -241,7 +244,7 @@ class Watch:
         return self._is_open and not _IS_PAUSED.get()
 
     def close(self) -> None:
-        """Stop recording. Replace watched numbers left in containers and objects by plain numbers."""
+        """Stop recording, and replace watched numbers that are left in containers and objects by plain numbers."""
         self._is_open = False
         left = [number for made in self._made if (number := made()) is not None]
         plain = {id(number): number._value for number in left}
@@ -277,10 +280,10 @@ def _replace(holder: Any, plain: Mapping[int, Any]) -> None:
 
 @contextlib.contextmanager
 def watching(attributes: Iterable[Attribute]) -> Iterator[Watch]:
-    """Within, watched numbers stand in the place of attributes.
+    """Put watched numbers in the place of attributes within the context, and yield their `Watch`.
 
     Raises:
-        TypeError, AttributeError: an object does not take them.
+        TypeError, AttributeError: an object does not accept a watched number as its attribute.
     """
     watch, before = Watch(), [(item, item.value()) for item in attributes]
     codes: set[types.CodeType] = set()
@@ -330,12 +333,12 @@ def is_watching() -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """The value itself, or a watched number's plain value, recorded as a condition."""
+    """Return the plain value of a watched number, recorded as a condition. Return any other value as it is."""
     return value._watch.exact(value) if isinstance(value, _Number) else value
 
 
 def _asks_for_types(code: types.CodeType) -> bool:
-    """Whether code of a user's calls `type`, but of `self`."""
+    """Whether code of the user calls `type` on something other than `self`."""
     file = code.co_filename
     is_standard = file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
     if "type" not in code.co_names or is_standard or file.startswith(_LIBRARIES):
@@ -382,7 +385,7 @@ def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Number:
-    """A watched number."""
+    """A watched number: its expression in attributes, its plain value, and the `Watch` that records its conditions."""
 
     __slots__ = ("__weakref__", "_expression", "_value", "_watch")
 
@@ -442,13 +445,13 @@ class _Number:
 
 
 class _Float(_Number):
-    """A floating-point number."""
+    """A watched floating-point number."""
 
     __slots__ = ()
 
 
 class _Integer(_Number):
-    """An integer or a truth value."""
+    """A watched integer or truth value."""
 
     __slots__ = ()
 

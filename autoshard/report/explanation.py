@@ -11,12 +11,12 @@ from autoshard.ir.show import text_of
 from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
 _SHOWN_S = 1e-9
-"""Differences between parts of a step below this, in seconds, are rounding of sums."""
+"""Smallest difference in seconds between parts of two steps that is shown. Smaller differences come from rounding."""
 
 
 @text_of.register
 def explanation_text(explained: Explanation) -> str:
-    """Table of each possible spec of a value, with the best plan for it."""
+    """Return a table of the possible specs of a value, each with the best plan for it."""
     limit = (
         "without a memory limit"
         if explained.memory_budget is None
@@ -34,7 +34,7 @@ def explanation_text(explained: Explanation) -> str:
 
 @text_of.register
 def why_not_text(answer: WhyNot) -> str:
-    """Table of each way to use a feature, with the best plan for it."""
+    """Return a table of the ways to use a feature, each with the best plan for it."""
     return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
 
 
@@ -56,7 +56,7 @@ def _answer(answer: WhyNot) -> str:
 
 @text_of.register
 def limits_text(limits: Limits) -> str:
-    """Table of each changed limit, with the best plan under it."""
+    """Return a table of changes such as more memory, each with the best plan under the change."""
     limit = "no limit" if limits.memory_budget is None else f"a limit of {format_bytes(limits.memory_budget)}"
     used = format_bytes(limits.chosen.peak_memory_bytes or 0)
     head = f"Peak memory {used} of {limit}. The worth of more of each, by planning with more:"
@@ -68,7 +68,7 @@ def limits_text(limits: Limits) -> str:
 
 @text_of.register
 def comparison_text(both: Comparison) -> str:
-    """Two plans side by side."""
+    """Return a table of the costs of two plans, and a table of specs that differ."""
     costs = Table("", "this plan", "the other", "difference", title="Cost of one step", title_justify="left")
     costs.add_row("mesh", *both.meshes, "")
     for name, pair in both.recipe_fields.items():
@@ -89,7 +89,7 @@ def comparison_text(both: Comparison) -> str:
 
 
 def _specs(both: Comparison) -> Table | None:
-    """Table of differing specs. Values whose names differ only in numbers share a row."""
+    """Return a table of differing specs. Values whose names differ only in numbers share a row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, pair in {**both.parameters, **both.outputs}.items():
         specs = ("-" if spec is None else repr(spec) for spec in pair)
@@ -111,7 +111,7 @@ def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
 
 
 def _cells(item: Outcome, chosen: Outcome) -> list[str]:
-    """Step time, its difference to the chosen plan's, peak memory, and the parts that differ most."""
+    """Return step time, difference to the chosen plan's step time, peak memory, and the parts that differ most."""
     if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
         return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
     if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
@@ -126,7 +126,7 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
 
 
 def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
-    """The two largest differences between parts: `communication over data +1.2 ms`."""
+    """Return the two largest differences between parts as text: `communication over data +1.2 ms`."""
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)
@@ -137,7 +137,7 @@ def _needs(item: Outcome) -> str:
 
 
 def difference(value: float, reference: float) -> str:
-    """A change as a share: `+12.5%`."""
+    """Return a change relative to a reference value: `+12.5%`."""
     if reference <= 0:
         return "-"
     change = f"{value / reference - 1:+.1%}"

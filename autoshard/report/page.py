@@ -31,17 +31,17 @@ from autoshard.report.printer import (
 )
 
 WIDTH = 1000.0
-"""Units of the width of a drawing."""
+"""Width of a drawing in SVG units."""
 
 _NARROWEST = 0.5
-"""Width below which spans of the timeline are merged with their neighbours."""
+"""Width in SVG units below which spans of the timeline are merged with their neighbours."""
 
 _TASK = re.compile(r"\d+([FBIW])\d+")
 _WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-"""Work of a stage by the letter in its span's name, "1F0"; letters are those of `Work`."""
+"""Letter in the name of a stage's span ("F" in "1F0") to the work in words. The letters are those of `Work`."""
 
 _MOST_OPERATORS = 50
-"""Most rows of the table of operators, which lists the most expensive."""
+"""The table of operators lists this many operators, the most expensive."""
 
 _TEMPLATES = Environment(
     loader=PackageLoader("autoshard.report", ""),
@@ -52,7 +52,11 @@ _TEMPLATES = Environment(
 
 
 class Piece(NamedTuple):
-    """A part of a bar, or of a lane of the timeline: its place in units of `WIDTH`, and its tooltip."""
+    """A rectangle in a bar or in a lane of the timeline.
+
+    `left` and `width` are in units of `WIDTH`, `name` and `text` are the tooltip, and `colour` is the number of a
+    colour.
+    """
 
     left: float
     width: float
@@ -62,7 +66,7 @@ class Piece(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A stream of the timeline."""
+    """One row of the timeline: a stream of a process, with a piece for each span."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -70,7 +74,7 @@ class Lane(NamedTuple):
 
 @page_of.register
 def render_page(plan: Plan) -> str:
-    """Render a plan as HTML: a summary, the parts of time and memory, the timeline, and all specs."""
+    """Return a plan as HTML: a summary, the parts of time and memory, the timeline, and all specs."""
     predicted = plan.predicted
     return _TEMPLATES.get_template("page.html.j2").render(
         title=title(plan),
@@ -93,7 +97,7 @@ def render_page(plan: Plan) -> str:
 
 
 def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Specs of all nodes, stage by stage."""
+    """Return (name, specs of operands, specs of results) for all nodes, stage by stage."""
     rows = [(name, _specs(node.inputs), _specs(node.outputs)) for name, node in plan.nodes.items()]
     for number, stage in enumerate(plan.stages):
         rows += [(f"stage {number}: {name}", taken, given) for name, taken, given in _node_rows(stage)]
@@ -101,7 +105,7 @@ def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piece, ...]:
-    """The parts side by side, in shares of their sum."""
+    """Return the parts as pieces side by side, each as wide as its share of the sum."""
     shown = {name: value for name, value in parts.items() if value > 0}
     total = sum(shown.values()) or 1.0
     starts = accumulate(shown.values(), initial=0.0)
@@ -118,7 +122,7 @@ def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piec
 
 
 def lanes(trace: Trace) -> tuple[Lane, ...]:
-    """The streams of a timeline, spans too narrow to be seen drawn together with their neighbours.
+    """Return a lane for each stream of a timeline. Spans too narrow to be seen are joined with their neighbours.
 
     Example:
         >>> trace = Trace.of(["rank 0"], [(0, "compute", "mm", 0.0, 1.0), (0, "compute", "add", 1.0, 1.0001)])
@@ -137,7 +141,7 @@ def lanes(trace: Trace) -> tuple[Lane, ...]:
 
 
 def works(trace: Trace) -> tuple[Piece, ...]:
-    """Legend of a pipeline's lanes: forwards, backwards and their halves by colour; empty without a pipeline.
+    """Return the legend of a pipeline's lanes: the colour of forwards, backwards and halves of backwards.
 
     Example:
         >>> trace = Trace.of(["rank 0"], [(0, "compute", "0F0", 0.0, 1.0), (0, "compute", "0B0", 1.0, 3.0)])
@@ -152,13 +156,13 @@ def _colours(trace: Trace) -> dict[str, int]:
 
 
 def _kind(span: TraceSpan) -> str:
-    """The kind of a span, which decides its colour: the work of a stage, else the stream."""
+    """Return the kind of a span, which decides its colour: the work of a stage, or else the stream."""
     found = _TASK.fullmatch(span.name)
     return span.stream if found is None else _WORKS[found[1]]
 
 
 def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Iterable[Piece]:
-    """The spans of a stream in order. Runs of narrow spans become one piece, up to a visible width."""
+    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece, up to a visible width."""
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):
         is_narrow = WIDTH * span.duration_ns / end < _NARROWEST

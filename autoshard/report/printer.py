@@ -18,12 +18,12 @@ from autoshard.ir.text import any_block, as_text, common_name, format_bytes, for
 _SHOWN_CALLS, _SHOWN_INPUTS = 4, 6
 
 _TOLD = 0.05
-"""Part of all parameters from which on a layout is told in the sentence above the tables."""
+"""Smallest share of all parameters for which the sentence on an axis names a layout."""
 
 
 @text_of.register
 def render_plan(plan: Plan) -> str:
-    """Render a plan as text and tables, without colours, as wide as the terminal but at most 110 columns.
+    """Return a plan as text with tables, without colours, as wide as the terminal but at most 110 columns.
 
     The main figures come first, then the work of each mesh axis, then everything else.
     """
@@ -38,7 +38,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def title(plan: Plan) -> str:
-    """The mesh of a plan, and the hardware of its price."""
+    """Return the heading of a plan: its mesh and precision, the hardware of its price, and the time of the search."""
     gap = "" if plan.gap is None or plan.nodes or plan.stages else f", at most {plan.gap:.2%} from the fastest recipe"
     precision = "" if plan.precision is None else f" in {plan.precision}"
     searched = f"searched {format_time(plan.search_time_s)}{gap}"
@@ -46,7 +46,7 @@ def title(plan: Plan) -> str:
 
 
 def lead_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The main figures: step time, tokens per second, utilisation, peak memory and its limit."""
+    """Return rows (name, value) of the main figures: step time, tokens per second, utilisation, peak memory."""
     predicted = plan.predicted
     rows = [("step", f"{format_time(predicted.step_time_s)}{_interval(plan)}")]
     if predicted.tokens_per_s is not None:
@@ -58,7 +58,7 @@ def lead_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Notes on the schedule, recomputation, offload and kernels, and on the reliability of the figures."""
+    """Return notes on the schedule, recomputation, offload and kernels, and on the reliability of the figures."""
     predicted = plan.predicted
     lines = [
         "A prediction for another runtime, which overlaps communication with computation."
@@ -75,7 +75,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def in_words(plan: Plan) -> list[str]:
-    """A sentence on the work of each mesh axis; none for a price, which has a recipe, or without parameters.
+    """Return a sentence on the work of each mesh axis. Prices and plans without parameters have no such sentence.
 
     "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters."
     """
@@ -93,11 +93,11 @@ _WORK = {
     "split": "splits {}",
     "copied": "copies {}",
 }
-"""Verbs for the use of an axis on parameters, by the words of `passes.prediction.name_layouts`."""
+"""Phrases for the work of an axis on parameters. The keys are the words of `passes.prediction.name_layouts`."""
 
 
 def _work_of(axis: str, plan: Plan) -> str:
-    """One sentence on the use of an axis: on inputs, and on at least a twentieth of the parameters."""
+    """Return the work of an axis in words: on inputs, and on each part of the parameters from a twentieth on."""
     first = plan.stages[0] if plan.stages else plan
     if axis not in first.mesh.axis_names:
         return f"carries {len(plan.stages)} stages"
@@ -116,7 +116,7 @@ def _work_of(axis: str, plan: Plan) -> str:
 
 
 def _kinds(item: ParameterPlan) -> dict[str, str]:
-    """The layout of a parameter over each axis, in a word. Axes left out have copies."""
+    """Return a dict from an axis to the kind of a parameter's layout over it ("ZeRO-3"). Axes left out hold copies."""
     if not item.layout:
         return dict.fromkeys(item.spec.sharded_axes, "split")
     parts = (part.partition(" over ") for part in item.layout.split("; "))
@@ -124,7 +124,7 @@ def _kinds(item: ParameterPlan) -> dict[str, str]:
 
 
 def running_lines(plan: Plan) -> list[str]:
-    """The recipe of a plan, the batch of a step, and whether `compile` runs the plan."""
+    """Return lines on the recipe of a plan, on the batch of a step, and on how `compile` runs the plan."""
     lines = [_batch(plan)]
     if plan.recipe is not None:
         lines.insert(0, f"Recipe: {plan.recipe.words}.")
@@ -146,7 +146,7 @@ def running_lines(plan: Plan) -> list[str]:
 
 
 def _batch(plan: Plan) -> str:
-    """A recipe's batch in sequences; of other plans the inputs of a call, or of a micro-batch."""
+    """Return a line on the batch: sequences under a recipe, otherwise the inputs of a call or of a micro-batch."""
     recipe = plan.recipe
     parts = plan.micro_batches if plan.order is None else plan.order.micro_batches
     if recipe is not None and recipe.micro_batch is not None and recipe.data is not None:
@@ -159,7 +159,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """The order of stages, as one line."""
+    """Return one line on the pipeline's schedule, "" without a pipeline."""
     if plan.order is None:
         return ""
     ranks, virtual, bubble = len(plan.order.ranks), plan.order.virtual_stages, plan.predicted.breakdown.get("bubble", 0)
@@ -185,7 +185,7 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Rows of a table of stages: number, rank, parameters, time in a step, nodes computed again, memory of the rank."""
+    """Return a row for each stage: number, rank, parameters, time, recomputed nodes, peak memory of the rank."""
     assert plan.order is not None, "stages run in an order"
     return [
         (
@@ -201,12 +201,12 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _recompute(plan: Plan) -> str:
-    """One line on recomputation: its nodes, the bytes saved and the time spent."""
+    """Return one line on recomputation: its nodes, the bytes saved and the time spent."""
     return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
-    """One line on offload: its nodes, the bytes saved and the time spent."""
+    """Return one line on offload: its nodes, the bytes saved and the time spent."""
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
@@ -214,14 +214,14 @@ def _offload(plan: Plan) -> str:
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
-    """Number and modules of nodes, with the bytes saved and the time spent."""
+    """Return number and modules of nodes, the bytes saved and the time spent."""
     saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
     modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
     return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
 
 
 def _interval(plan: Plan) -> str:
-    """The interval of the step time with its coverage: ` (90 %: 1.1 ms to 1.3 ms)`."""
+    """Return the interval of the step time with its coverage: ` (90 %: 1.1 ms to 1.3 ms)`."""
     interval, coverage = plan.predicted.step_time_interval_s, plan.predicted.interval_coverage
     if interval is None or coverage is None:
         return ""
@@ -236,7 +236,10 @@ def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
 
 
 def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, str, str, str, str]]:
-    """Name, count, shape, spec, bytes on each device. Parameters whose names differ only in numbers share a row."""
+    """Return rows (names, count, shape, spec, bytes on each device).
+
+    Parameters of equal shape and spec whose names differ only in numbers share a row.
+    """
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, item in parameters.items():
         groups.setdefault((any_block(name), item.shape, repr(item.spec)), []).append(name)
@@ -268,7 +271,7 @@ def _cost_table(plan: Plan) -> Table:
 
 
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Predictions beside the lead, time and memory: utilisation of the hardware, experts, layouts."""
+    """Return rows (name, value) of the further predictions: hardware utilisation, load of experts, layouts."""
     predicted, total = plan.predicted, sum(plan.layouts.values())
     rows: list[tuple[str, str]] = []
     if predicted.hfu is not None:
@@ -280,7 +283,7 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def baseline_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Known recipes: name, predicted step, and its ratio to the plan's."""
+    """Return a row for each known recipe: name, predicted step, and the step's ratio to the plan's step."""
     own_s = plan.predicted.step_time_s
     return [
         (name, "does not fit", "")

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
+from autoshard.graphs.add_to_sums import add_to_sums
 from autoshard.graphs.direct_calls import call_directly
 from autoshard.graphs.fill_buckets import fill_buckets
 from autoshard.graphs.fold_views import fold_views
@@ -130,15 +131,30 @@ class DistributedEngine:
 
         A graph with `written` results writes them over its inputs, and `wrap` does not compile it.
         """
-        wrap = None if written else self._wrap
-        bound = bind(graph_module if wrap is not None else self._writing(graph_module, written), self.groups)
-        if wrap is None:
-            reduce_in_place(bound)
-        if wrap is None and not written:
+        if self._wrap is not None and not written:
+            return self._showing_life_once(self._at_rank(_spread(self._wrap(bind(graph_module, self.groups)))))
+        return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
+
+    def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
+        """Load a graph that adds to sums; see `Engine.load_adding`.
+
+        Return None with a compiler, because a compiled graph may let distinct results share memory.
+        """
+        if self._wrap is not None:
+            return None
+        return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
+
+    def _load_plainly(self, writing: fx.GraphModule, *, folds_views: bool) -> Loaded:
+        """Bind a graph that runs without a compiler to this rank, and make it ready to run."""
+        bound = bind(writing, self.groups)
+        reduce_in_place(bound)
+        if folds_views:
             fold_views(bound)
-        if wrap is None:
-            call_directly(bound)
-        run_bound = taking_from_a_list(bound) if wrap is None else _spread(wrap(bound))
+        call_directly(bound)
+        return self._at_rank(taking_from_a_list(bound))
+
+    def _at_rank(self, run_bound: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Loaded:
+        """Return a function that runs a bound graph as this rank, without gradients."""
         coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
@@ -147,7 +163,7 @@ class DistributedEngine:
             with one_thread, running_at(coordinates), naming_lost_ranks():
                 return tuple(run_bound(values))
 
-        return run if wrap is None else self._showing_life_once(run)
+        return run
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
         """Wrap `run` to show signs of life during its first run, which compiles, so that other ranks wait."""

@@ -79,6 +79,19 @@ class Engine(Protocol):
         """
         ...
 
+    def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
+        """Make a graph ready to run that adds its last results to sums while it runs; see `add_to_sums`.
+
+        The returned function takes the sums after the graph's own inputs. The method returns None if this engine cannot
+        do this; call `add` on the results of the graph.
+
+        Args:
+            graph_module: the graph, which does not add yet.
+            owned: for each of the last results, whether `graph_module` returns it in new memory. The first sums are
+                results of the graph, so their memory may then be written over.
+        """
+        ...
+
     def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
         """Write local values into the user's tensors, in place; each local value has the spec of its slot."""
         ...
@@ -199,6 +212,10 @@ class SimulatorEngine:
             return tuple(simulate(graph_module, self.mesh, inputs))
 
         return run
+
+    def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
+        """Return None: ranks may share tensors, so a write would change the values of several ranks."""
+        return None
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
         if tuple(tensor.shape) != slot.shape:

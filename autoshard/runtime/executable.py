@@ -236,6 +236,10 @@ class Executable:
         return self.engine.load(self.phased.backward)
 
     @cached_property
+    def _adding_backward(self) -> Loaded | None:
+        return self.engine.load_adding(self.phased.backward, self.owned_gradients)
+
+    @cached_property
     def owned_gradients(self) -> tuple[bool, ...]:
         """For each gradient that a backward carries into the update, whether it may be written over."""
         return owned_results(self.phased.backward.graph)[len(self.gradients) :]
@@ -283,15 +287,21 @@ class Executable:
     def _halves(self) -> _Halves:
         halves = self.phased.halves
         assert halves is not None, "the order cuts backwards"
-        return _Halves(
-            self.engine.load(halves.inputs), self.engine.load(halves.weights), owned_results(halves.weights.graph)
-        )
+        owned = owned_results(halves.weights.graph)
+        adding = self.engine.load_adding(halves.weights, owned)
+        return _Halves(self.engine.load(halves.inputs), self.engine.load(halves.weights), adding, owned)
 
-    def load(self) -> None:
-        """Load all phases now. They may bind process groups, so all ranks must load together."""
+    def load(self, *, adds: bool = False) -> None:
+        """Load all phases now. They may bind process groups, so all ranks must load together.
+
+        Args:
+            adds: whether several micro-batches add their gradients.
+        """
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
         _ = self._hoisted, self._forward, self._backward
+        if adds:
+            _ = self._adding_backward
         if self.phased.halves is not None:
             _ = self._halves
         if self.update is not None:
@@ -353,6 +363,24 @@ class Executable:
         count = len(self.gradients)
         return results[:count], results[count:]
 
+    @property
+    def adds_in_backward(self) -> bool:
+        """Whether backwards can add gradients to sums while they run (`run_adding_backward`, `run_adding_half`)."""
+        return self._adding_backward is not None
+
+    def run_adding_backward(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Run the backward, and add each carried gradient to its sum as soon as it is computed.
+
+        Return the local gradients, and the sums.
+
+        Args:
+            values: the values saved by the forward, the local tangents, then the sums so far; emptied.
+        """
+        assert self._adding_backward is not None, "the engine adds in backwards"
+        results = list(self._adding_backward(values))
+        count = len(self.gradients)
+        return results[:count], results[count:]
+
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the first half of a split backward; return local gradients for other stages, and inputs of the second.
 
@@ -371,6 +399,17 @@ class Executable:
             values: the second result of `run_first_half`; emptied.
         """
         return list(self._halves.weights(values)), self._halves.owned
+
+    def run_adding_half(self, values: list[LocalValue]) -> list[LocalValue]:
+        """Run the second half of a split backward, and add each gradient to its sum as soon as it is computed.
+
+        Return the sums.
+
+        Args:
+            values: the second result of `run_first_half`, then the sums so far; emptied.
+        """
+        assert self._halves.adding_weights is not None, "the engine adds in backwards"
+        return list(self._halves.adding_weights(values))
 
     def run_backward(
         self,
@@ -431,10 +470,18 @@ class Executable:
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """The loaded halves of a backward. `owned`: for each result of the second, whether it may be written over."""
+    """The loaded halves of a split backward.
+
+    Args:
+        inputs: the first half, which computes gradients for other stages.
+        weights: the second half, which computes gradients of weights.
+        adding_weights: the second half, with results added to sums; None if the engine cannot do this.
+        owned: for each result of the second half, whether it may be written over.
+    """
 
     inputs: Loaded
     weights: Loaded
+    adding_weights: Loaded | None
     owned: Sequence[bool]
 
 

@@ -77,7 +77,7 @@ class Executor:
                 check_sums(stage.phased)
         table = self.messages.connect(staged)
         for program in executable.stages.values():
-            program.load()
+            program.load(adds=staged.order.micro_batches > 1 and staged.order.trains)
         return table
 
     def run(

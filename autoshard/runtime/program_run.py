@@ -55,6 +55,38 @@ class StageRun:
     carried: list[LocalValue] | None = None
     owned: Sequence[bool] | None = None
 
+    def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
+        """Run a backward, add its gradients to the sums, and return the gradients for other stages.
+
+        Args:
+            values: the values saved by the forward, then the local tangents; emptied.
+        """
+        if self.carried is None or not self.program.adds_in_backward:
+            sent, gradients = self.program.run_backward_on(values)
+            self.add(gradients, self.program.owned_gradients)
+        else:
+            values += self._take_sums()
+            sent, self.carried = self.program.run_adding_backward(values)
+        return sent
+
+    def run_second_half(self, values: list[LocalValue]) -> None:
+        """Run the second half of a split backward, and add its gradients to the sums.
+
+        Args:
+            values: the values that the first half saved; emptied.
+        """
+        if self.carried is None or not self.program.adds_in_backward:
+            self.add(*self.program.run_second_half(values))
+        else:
+            values += self._take_sums()
+            self.carried = self.program.run_adding_half(values)
+
+    def _take_sums(self) -> list[LocalValue]:
+        """Return the sums of gradients, and drop this object's references, so that each sum can be freed."""
+        sums, self.carried, self.owned = self.carried, None, None
+        assert sums is not None, "a micro-batch's gradients are summed"
+        return sums
+
     def add(self, carried: list[LocalValue], owned: Sequence[bool]) -> None:
         """Add a micro-batch's gradients to the sums; `owned`: for each gradient, whether it may be written over."""
         if self.carried is None:
@@ -120,7 +152,7 @@ class ProgramRun:
                 self._run_first_half(self.stages[task.stage], task.micro_batch)
             case Work.BACKWARD_WEIGHT:
                 stage = self.stages[task.stage]
-                stage.add(*stage.program.run_second_half(stage.kept.pop(task.micro_batch)))
+                stage.run_second_half(stage.kept.pop(task.micro_batch))
             case Work.RECEIVE_FORWARD | Work.RECEIVE_BACKWARD:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
@@ -171,9 +203,10 @@ class ProgramRun:
         gradients = stage.ahead.pop(micro_batch, None)
         if gradients is None:
             values = stage.saved.pop(micro_batch) + self._tangents(stage, micro_batch)
-            sent, gradients = stage.program.run_backward_on(values)
+            sent = stage.run_backward(values)
             self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
-        stage.add(gradients, stage.program.owned_gradients)
+        else:
+            stage.add(gradients, stage.program.owned_gradients)
 
     def _run_first_half(self, stage: StageRun, micro_batch: int) -> None:
         values = stage.saved.pop(micro_batch) + self._tangents(stage, micro_batch)

@@ -1,8 +1,8 @@
-"""From AOTAutograd's joint graph to a `Program`: slots, phases, provenance, clean-up, stable names.
+"""Turns AOTAutograd's joint graph into a `Program`, in four steps.
 
 1. Identify each placeholder and each result by AOTAutograd's descriptors.
-2. Attribute nodes to modules and lines, and to a phase. A node is in the forward if it does not depend on a tangent and
-   an output or a buffer update depends on it.
+2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if it does not depend on a
+   tangent, and an output or a buffer update depends on it.
 3. Copy the live nodes into a new graph without redundant nodes (`simplify`). Values that the forward makes only for the
    backward (a copy of a later overwritten value) stand behind the forward.
 4. Cut out the program that computes guarded values from the inputs.
@@ -37,18 +37,18 @@ _KEPT_META = ("val", "phase", "module", "source")
 
 @dataclass(frozen=True, slots=True)
 class _JointResults:
-    """The results of a joint graph: outputs, and guarded values."""
+    """The results of a joint graph: `outputs` as (node, kind, name), and the nodes of guarded values."""
 
     outputs: tuple[tuple[fx.Node, OutputKind, str], ...]
     guarded: tuple[fx.Node, ...]
 
 
 def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> Program:
-    """Assemble the program of a traced call.
+    """Return the program of a traced call.
 
     Raises:
-        TraceError: the model changes an input or a parameter in place, or uses an operator that no mesh
-            reproduces or whose operand types are unsupported.
+        TraceError: the model changes an input or a parameter in place, draws numbers that would depend on the mesh, or
+            uses unsupported operand types.
     """
     graph = joint.graph_module.graph
     tie_checks(graph, len(joint.result.indices))
@@ -70,7 +70,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """For each tangent, the inputs that autograd reaches from its output, by name."""
+    """Return for each tangent the inputs that autograd surely reaches from its output, all given by name."""
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
@@ -128,7 +128,7 @@ def _read_inputs(
 
 
 def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """For the first name of each tensor, its further names."""
+    """Return for the first name of each tensor its further names."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -153,7 +153,7 @@ def _input_slot(node: fx.Node, joint: JointGraph, call: TracedCall) -> InputSlot
 
 
 def _owner(slot: tuple[InputKind, str], call: TracedCall) -> str:
-    """Name an input of the graph in the user's words."""
+    """Return the kind and name of an input of the graph for messages: "parameter 'wte.weight'"."""
     kind, name = slot
     if kind is InputKind.INPUT:
         return f"input {call.paths[int(name.removeprefix('input:'))]}"
@@ -224,7 +224,7 @@ def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], re
 
 
 def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The roots and all nodes that they depend on."""
+    """Return the roots and all nodes that they depend on."""
     live: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -238,7 +238,7 @@ def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def _copy_inputs(
     copier: Copier, inputs: Iterable[tuple[fx.Node, InputSlot]], live: set[fx.Node]
 ) -> tuple[InputSlot, ...]:
-    """Copy placeholders, except unused seeds and tangents."""
+    """Copy all placeholders except unused seeds and tangents, and return their slots."""
     slots = []
     for node, slot in inputs:
         if node in live or slot.kind not in (InputKind.SEED, InputKind.TANGENT):
@@ -251,7 +251,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
-    """Cut out the program of the guarded values. Its placeholders keep their names.
+    """Return the program that computes the guarded values, `roots`. Its placeholders keep their names.
 
     Views become reshapes, because kernels may choose other strides than the trace has.
     """

@@ -1,4 +1,4 @@
-"""Copies into tensors whose `.data` the model sets while it is traced, as a momentum encoder does."""
+"""Turns assignments to the `.data` of a tensor, as momentum encoders make, into copies that a trace sees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WriteAssignedData(TorchFunctionMode):
-    """While active, `tensor.data = value` copies `value` into `tensor`, visibly to the trace."""
+    """Makes `tensor.data = value` copy `value` into `tensor` while the mode is active. A trace sees the copy."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,8 +1,8 @@
 """Restores attributes of modules after a trace, so that no traced tensor stays in the model.
 
 Models store tensors between calls in plain attributes: a table of biases, the last mask. A traced call computes on fake
-tensors, and runs more than once. Its tensors must reach neither its next run nor the user's model. Parameters, buffers,
-submodules and hooks are left alone, as are attributes without tensors: flags, counters, patched methods.
+tensors, and runs more than once. The tensors of a run must reach neither the next run nor the user's model. Parameters,
+buffers, submodules and hooks are left alone, as are attributes without tensors: flags, counters, patched methods.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autoshard.tracing.calling import Result
 from autoshard.tracing.python_use import Accesses
 
 _OWN = frozenset(nn.Module().__dict__)
-"""The attributes of every module."""
+"""Attributes that every module has."""
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
-"""Attributes in which a call left tensors: title and module, name, and value."""
+"""Attributes in which a call left tensors: (module's name, module, attribute's name) to the value."""
 
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
-    """Restore the attributes of all modules at exit, and yield a function that lists attributes with new tensors.
+    """Restore the attributes of all modules at exit, and yield a function that returns attributes with new tensors.
 
-    It covers attributes and the dicts, lists and sets in them, but not nested containers.
+    The function covers attributes, and dicts, lists and sets in attributes. It does not look into nested containers.
     """
     titles = {module: title for title, module in model.named_modules()}
     before = [(module, _own_attributes(module)) for module in model.modules()]
@@ -71,16 +71,17 @@ def _with_new_tensors(
 
 
 def _items(value: Any) -> set[int]:
-    """The identities of a container's items; a tensor has none."""
+    """Return the `id` of each item of a container; an empty set for a tensor."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set, tuple)) else ()
     return set(map(id, items))
 
 
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
-    """Turn scalars that a call left in write-only attributes into results of the program.
+    """Turn scalars that a call left in write-only attributes into results of the program, and return the scalars.
 
-    Attributes with other tensors go into `result.lost`. Large tensors would have to be gathered. An attribute that the
-    call reads before it sets it is a cache, or carries a value over from the previous call.
+    All other attributes with new tensors go into `result.lost`, for two reasons. Large tensors would have to be
+    gathered. An attribute that the call reads before setting it is a cache, or carries a value over from the previous
+    call.
     """
     scalars, lost = {}, []
     assert result.tree is not None, "the result is not flattened yet"
@@ -98,7 +99,7 @@ def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]
 
 
 def kept_note(model: nn.Module, result: Result) -> Iterator[str]:
-    """Notes for the user on attributes in which a call leaves tensors."""
+    """Yield a note for the user on attributes in which a call leaves tensors."""
     if result.lost:
         yield (
             f"{type(model).__name__} keeps tensors in {', '.join(result.lost)} when it is called. A compiled call "

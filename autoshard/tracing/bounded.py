@@ -1,19 +1,19 @@
-"""Tensors with one row for each one in a mask: traced with a symbolic number of rows, then given a bounded size.
+"""Gives tensors with one row for each one in a mask a bounded size, after a trace with a symbolic number of rows.
 
 `places = mask.nonzero()` has a row for each nonzero element. During the trace, the number is a symbol, which appears in
-all derived shapes (`symbolic_counts`). Python code that compares it gets the value of the example, and the comparison
-is guarded. Afterwards `bound_sizes` replaces each symbol `u` by its bound N, the number of elements of the mask:
+all derived shapes (`symbolic_counts`). Python code that compares the number gets the answer for the example, and the
+comparison is guarded. Afterwards `bound_sizes` replaces each symbol `u` by its bound N, the number of elements of the
+mask:
 
-1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`, beside the number, `sum(mask)`, and the padding rows,
-   `arange(N) >= sum(mask)`. A dim of size `u` becomes a dim of size N, whose first `u` elements count. The rest is
-   padding with arbitrary content.
-2. Calls on padded operands are right where their sharding rule says so (`rules.padding`). Padding stays padding along a
-   parallel factor, and has a neutral value along a reduced factor. Operands are filled like those of unevenly split
-   dims.
+1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`. The program also computes the number, `sum(mask)`, and the
+   mask of padding rows, `arange(N) >= sum(mask)`. A dim of size `u` becomes a dim of size N, whose first `u` elements
+   count. The rest is padding with arbitrary content.
+2. A call on padded operands is right if its sharding rule allows padding (`rules.padding`). Padding stays padding along
+   a parallel factor, and has a neutral value along a reduced factor. Operands are filled like unevenly split dims.
 3. A number that depends on `u` (the divisor of a mean) is computed from `sum(mask)`.
 
-`UnboundedSizeError` means that a program uses such a tensor in another way. It is then traced with the example's number
-of rows, which is guarded (`counted`).
+`UnboundedSizeError` means that a program uses such a tensor in another way. The model is then traced with the example's
+number of rows, which is guarded (`counted`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ CREATIONS: Mapping[Any, int] = {
     aten.arange.default: 0,
     aten.arange.start: 1,
 }
-"""Operators that read no content from an operand, with the place of the size (or end) argument. Their result for fewer
-rows is a prefix of the result for more rows.
+"""Operators that read no content from an operand, with the position of the size (or end) argument. Their result for
+fewer rows is a prefix of the result for more rows.
 """
 
 _SIZED: Mapping[Any, int] = {
@@ -55,12 +55,12 @@ _SIZED: Mapping[Any, int] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), 1),
     _own.dropout.default: 5,
 }
-"""Operators with a size argument, and its place."""
+"""Operators with a size argument, and the argument's position."""
 
 _LOOKUPS = frozenset(
     {aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default, aten.gather.default}
 )
-"""Operators whose rewrite concerns only the indexed dim."""
+"""Operators whose rule rewrites them on ranks only for a split of the indexed dim."""
 
 ROWWISE = _LOOKUPS | frozenset(
     {
@@ -73,10 +73,12 @@ ROWWISE = _LOOKUPS | frozenset(
         *(_own.dropout.default, _own.cross_entropy.default, _own.cross_entropy_backward.default),
     }
 )
-"""Operators whose rewrite concerns dims other than rows, or only shapes. On rows they run unchanged."""
+"""Operators whose rule rewrites them on ranks only for a split of dims other than rows, or only to adapt shapes. On a
+part of the rows they run unchanged.
+"""
 
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default)
-"""Operators whose result is like the first operand, which indices point into too."""
+"""Operators whose result has the shape of the first operand. Indices point into both."""
 
 _SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 _MEANS = frozenset({aten.mean.default, aten.mean.dim})
@@ -86,10 +88,10 @@ _BY_NUMBER: Mapping[Any, Any] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.mul.Tensor: aten.mul.Tensor,
 }
-"""Operators with a number argument, and their variants with a tensor in its place."""
+"""Operators with a number argument, and their variants with a tensor in the number's place."""
 
 Padded = dict[int, Any]
-"""Padded dims of a tensor, with the symbols of their true sizes."""
+"""Padded dim of a tensor to the symbol of its true size."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -105,7 +107,7 @@ def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _SymbolStandIn:
-    """The stand-in of a symbol: the number (a scalar), the mask of padding rows, and the bound."""
+    """Stand-in of a symbol: its value as a scalar node, the mask of padding among `bound` rows, and its upper bound."""
 
     number: fx.Node
     is_padding: fx.Node
@@ -114,7 +116,12 @@ class _SymbolStandIn:
 
 @dataclass(slots=True)
 class _Bounding:
-    """Rewrites one graph, node by node."""
+    """Rewrites one graph, node by node.
+
+    `copies` has the copy of each source node, `counts` the stand-in of each symbol, and `padded` the padded dims of
+    each result of a copy. `places` has for a mask the indices of its ones, and their symbol. `filled` has operands with
+    filled padding, for reuse. `of` is the source node that is being copied.
+    """
 
     source: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -165,7 +172,7 @@ class _Bounding:
         return copy
 
     def _result(self, node: Any) -> fx.Node:
-        """Select one of several results of a call."""
+        """Copy a node that selects one of several results of a call."""
         call, index = self.copies[node.args[0]], node.args[1]
         copy, padded = self._call(operator.getitem, (call, index)), self.padded.get(call)
         self.padded[copy] = ({},) if padded is None else (padded[index],)
@@ -174,7 +181,7 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """The places of a mask's ones, followed by padding. Equal masks share one result."""
+        """Return the indices of a mask's ones, followed by padding. Equal masks share one node."""
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -204,7 +211,7 @@ class _Bounding:
         self.padded[places] = ({0: symbol},)
 
     def _number(self, expression: Any) -> Any:
-        """The value of an expression in symbols, as a number or as a scalar that the program computes."""
+        """Return the value of an expression in symbols: a Python number, or a scalar that the program computes."""
         if expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -223,7 +230,7 @@ class _Bounding:
         return result
 
     def _bounded(self, expression: Any) -> int:
-        """A size with the bounds of its symbols."""
+        """Return a size with the bound of each symbol in its place."""
         if not expression.free_symbols <= self.counts.keys():
             raise UnboundedSizeError(f"{expression} is the size of something else")
         return int(expression.subs({symbol: count.bound for symbol, count in self.counts.items()}))
@@ -248,7 +255,7 @@ class _Bounding:
         return self._checked_call(node, target, args, kwargs)
 
     def _arguments(self, node: Any) -> Any:
-        """The arguments of a call, with bounds for sizes."""
+        """Return the copied arguments of a call, with bounds for sizes."""
         arguments = fx.map_arg((node.args, node.kwargs), lambda operand: self._argument(node, operand))
         return pytree.tree_map_only(SymInt, lambda size: self._bounded(_expression(size)), arguments)
 
@@ -268,7 +275,7 @@ class _Bounding:
             raise UnboundedSizeError("a dim goes if there is one row")
 
     def _indices(self, indices: Sequence[Any]) -> list[Any]:
-        """Replace each mask among indices by the places of its ones."""
+        """Replace each mask among `indices` by the indices of its ones, one column for each dim of the mask."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8):
@@ -285,14 +292,14 @@ class _Bounding:
         return self._checked_call(node, _BY_NUMBER[node.target], (operand, self._like(number, operand)), {})
 
     def _like(self, number: Any, operand: Any) -> Any:
-        """A number in the type of an operand, as a Python number would be."""
+        """Return a number in the dtype of an operand, as a Python number would be."""
         dtype = operand.meta["val"].dtype
         if not isinstance(number, fx.Node) or not dtype.is_floating_point:
             return number
         return self._call(aten._to_copy.default, (number,), {"dtype": dtype})
 
     def _write_places(self, node: Any) -> fx.Node:
-        """Elements of a tensor replaced by rows, at the places of a mask: none is written twice."""
+        """Replace elements of a tensor at the places of a mask by rows. No element is written twice."""
         x, mask, source = (self.copies[operand] for operand in node.args)
         size = [self._bounded(_expression(entry)) for entry in node.args[0].meta["val"].shape]
         spread = next((known for known in self.places if _is_spread(known, mask, size)), None)
@@ -307,7 +314,7 @@ class _Bounding:
         return self._call(aten.where.self, (spread, written, x))
 
     def _mean(self, node: Any) -> fx.Node:
-        """Replace a mean of rows by their sum divided by their number."""
+        """Return the sum of rows divided by their number, in place of a mean."""
         x = self.copies[node.args[0]]
         of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
         dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
@@ -320,7 +327,7 @@ class _Bounding:
         return self._checked_call(node, aten.div.Tensor, (total, self._like(number, total)), {})
 
     def _checked_call(self, node: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Emit a call on padded operands, filled as its rule demands. Result dims with symbolic sizes are padded."""
+        """Emit a call on padded operands, filled as its rule demands. Result dims of symbolic size become padded."""
         expected = [self._padded_dims(value) for value in tensor_values(node)]
         if target in CREATIONS:
             copy = self._call(target, args, kwargs)
@@ -351,7 +358,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """For each operand, its filled dims and their fill values."""
+        """Return for each operand its dims to fill, with their fill values."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)
@@ -384,7 +391,7 @@ class _Bounding:
         return fx.map_arg(arguments, fill)
 
     def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
-        """Fill the padding of the operand with a number."""
+        """Return the operand with a number in its padding."""
         key = (operand, value, tuple(dims))
         if key not in self.filled:
             ((dim, symbol),) = dims.items()
@@ -409,7 +416,11 @@ class _Bounding:
 
 
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
-    """The factors of padded dims; each stands for one symbol in all operands and results, and may be padded."""
+    """Return the factors of the rule that stand for padded dims.
+
+    Raises:
+        UnboundedSizeError: such a factor stands for several symbols, for another dim too, or may not be padded.
+    """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}
     for dims, padded in sides:
@@ -426,20 +437,23 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
 
 
 def runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
-    """Whether a call needs no rewrite for a piece of `factor`."""
+    """Whether a call on a part of `factor` runs without the rewrite of its rule."""
     if bound.local is None or target in _LOOKUPS:
         return True
     return target in ROWWISE and not bound.may_communicate(factor)
 
 
 def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
-    """Whether a mask is another mask, expanded to a size."""
+    """Whether `known` has shape `size`, and is `mask` or an expanded `mask`."""
     source = known.args[0] if known.target is aten.expand.default else known
     return list(known.meta["val"].shape) == size and (known is mask or source is mask)
 
 
 def _pointed_into(target: Any, args: Sequence[Any]) -> frozenset[int]:
-    """The dims of the first operand that indices point into. No index points to padding, so padding is not read."""
+    """Return the dims of the first operand that indices point into.
+
+    No index points to padding, so the padding of these dims is not read.
+    """
     if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
         return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
     return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()
@@ -466,7 +480,7 @@ def _is_symbolic(node: Any) -> bool:
 
 
 def _symbolic_sizes(node: Any) -> list[Any]:
-    """The node's number, or the sizes of its results, if symbolic in torch."""
+    """Return the symbolic sizes of a node's results; for a node that is a symbolic number, the number."""
     if _is_number(node):
         return [node.meta["val"]]
     sizes = [size for value in tensor_values(node) if value is not None for size in value.shape]
@@ -474,7 +488,7 @@ def _symbolic_sizes(node: Any) -> list[Any]:
 
 
 def _expression(size: Any) -> Any:
-    """A size, or another number of the trace, as an expression of symbols."""
+    """Return a size of the trace as a sympy expression in symbols."""
     if isinstance(size, int):
         return sympy.Integer(size)
     if not isinstance(size, SymInt):

@@ -1,7 +1,6 @@
-"""Empties caches after a trace: each `functools.lru_cache` of a model's code that a traced run filled.
+"""Empties caches after a trace: each `functools.lru_cache` in a model's code that the traced run filled.
 
-Otherwise the cache would return fake tensors of one run to the next run of a trace, and to later calls of the user's
-model.
+Otherwise a cache would return fake tensors of one run to the trace's next run, and to later calls of the user's model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _Cached = functools._lru_cache_wrapper
 
 @contextlib.contextmanager
 def emptying_caches(model: nn.Module) -> Iterator[None]:
-    """Empty, at exit, the caches of a model's code that computed something within the context."""
+    """Empty, at exit, the caches in a model's code that computed an entry within the context."""
     before = [(cache, cache.cache_info().misses) for cache in _caches(model)]
     try:
         yield
@@ -31,7 +30,7 @@ def emptying_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _caches(model: nn.Module) -> Iterator[_Cached[Any]]:
-    """The caches in the classes of a model's modules, and in the Python modules that define them."""
+    """Yield the caches in the classes of a model's modules, and in the Python modules that define these classes."""
     kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_of_torch(base)}
     places: list[dict[str, Any]] = [dict(vars(kind)) for kind in kinds]
     places += [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds} if name in sys.modules]
@@ -45,7 +44,7 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _caches_of(value: Any) -> Iterator[_Cached[Any]]:
-    """A cached function, or the cached function that a function or method wraps."""
+    """Yield `value` if it is a cached function, or the cached functions that a function or method wraps."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     if isinstance(value, _Cached):

@@ -1,8 +1,8 @@
-"""The call of a model: its inputs and outputs as flat tuples of leaves, and back.
+"""Flattens the inputs and outputs of a model's call into tuples of leaves, and puts them together again.
 
 A model's `(args, kwargs)` and its result are nested with torch's pytrees (lists, tuples, dicts, named tuples,
 dataclasses, transformers' outputs). Tensor leaves become inputs and outputs of the program; all other leaves are its
-constants, by leaf index. `FlatModule` is the traced module: flat tensors in, flat tensors out.
+constants, by leaf index. `FlatModule` is the traced module: it takes and returns flat tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    """Convert floating-point tensors in nested values to `dtype`."""
+    """Return nested values with their floating-point tensors in `dtype`."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -42,13 +42,13 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """A call of a model, taken apart.
+    """The flattened arguments of a model's call.
 
     Args:
-        tensors: the leaves that are tensors, by leaf index.
-        constants: the other leaves, by leaf index.
-        tree: how the leaves nest into `(args, kwargs)`.
-        paths: a readable path of each leaf, "args[0]['mask']".
+        tensors: leaf index to the leaf, for leaves that are tensors.
+        constants: leaf index to the leaf, for all other leaves.
+        tree: pytree structure that nests the leaves into `(args, kwargs)`.
+        paths: a readable path of each leaf: "args[0]['mask']".
     """
 
     tensors: dict[int, Tensor]
@@ -57,7 +57,7 @@ class TracedCall:
     paths: tuple[str, ...]
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The `(args, kwargs)` of the call with other tensors, in leaf order."""
+        """Return the `(args, kwargs)` of the call with other tensors, given in leaf order."""
         by_index = dict(zip(self.tensors, tensors, strict=True))
         leaves = [by_index[i] if i in by_index else self.constants[i] for i in range(self.tree.num_leaves)]
         return pytree.tree_unflatten(leaves, self.tree)
@@ -67,12 +67,17 @@ class TracedCall:
 class Result:
     """The result of a traced call, filled in by `FlatModule` when it runs.
 
-    `indices` are the leaf indices of the tensors, `constants` the other leaves. Objects that a program cannot return
-    are None there, with their types in `dropped`. `kept` are tensors left in attributes of modules, by leaf index after
-    the returned tensors. `lost` are attributes with tensors that a program does not set. `detached` are leaf indices of
-    tensors that do not require grad. `reached` has, for each tensor, the flat inputs that autograd reaches from it
-    (`reach.reached_inputs`). `own_gradients` are names of the user's `torch.autograd.Function` classes behind the
-    results.
+    Args:
+        tree: pytree structure of the model's result.
+        indices: leaf indices of the tensors; those of `kept` come last.
+        constants: leaf index to the leaf, for all other leaves. Objects that a program cannot return become None.
+        dropped: types of the objects that become None.
+        kept: leaf index to the module attribute in which the call left a tensor. These indices follow the result's
+            leaves.
+        lost: attributes in which the call left tensors, and which a program does not set.
+        detached: leaf indices of tensors that do not require grad.
+        reached: for each tensor, the indices of the flat inputs that autograd surely reaches (`reach.reached_inputs`).
+        own_gradients: names of the user's `torch.autograd.Function` classes behind the results.
     """
 
     tree: pytree.TreeSpec | None = None
@@ -87,7 +92,7 @@ class Result:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-    """Flatten a call.
+    """Flatten the arguments of a call.
 
     Raises:
         TraceError: a leaf is an object whose tensors the trace would not see.
@@ -111,7 +116,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses in `value` with pytrees."""
+    """Register the types of the dataclasses in `value` as pytree nodes."""
     for leaf in pytree.tree_leaves(value):
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             continue
@@ -146,7 +151,7 @@ def _register_dataclass(kind: type) -> None:
 
 
 def _path_text(path: Sequence[Any]) -> str:
-    """`args[0]['mask']` for a key path into `(args, kwargs)`; keyword arguments by their name."""
+    """Return `args[0]['mask']` for a key path into `(args, kwargs)`. Paths of keyword arguments begin with the name."""
     place, rest = path[0].idx, path[1:]
     if place == 1:
         return str(rest[0].key) + "".join(str(key) for key in rest[1:])
@@ -158,7 +163,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> int:
-    """Count the targets among `count` positional arguments: the last arguments, which `loss_fn` takes.
+    """Return the number of targets for `loss_fn` among a call's `count` positional arguments. Targets come last.
 
     `loss_fn(outputs, *targets)` takes one target for each required positional parameter after the first. With
     `*targets` in its signature, it takes all arguments that `model.forward` does not take by position.
@@ -185,7 +190,10 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise `TraceError` for a call that a model's `forward` does not take; the last `targets` are the loss's."""
+    """Raise `TraceError` for a call that a model's `forward` does not accept.
+
+    The last `targets` positional arguments are for the loss function.
+    """
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # `forward` may get another call
     try:
@@ -220,12 +228,13 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """How a model is called.
+    """A function that calls a model.
 
     Args:
-        loss_fn: applied to the model's outputs and the last `targets` positional arguments; None: no loss function.
-        cast_inputs: applied to the model's own arguments, a pytree; its outputs are then widened for `loss_fn`.
-        loss_only: give the loss alone.
+        loss_fn: applied to the model's outputs and the targets; None: no loss function.
+        targets: number of targets, the last positional arguments.
+        cast_inputs: applied to the model's own arguments, a pytree. The outputs are then widened for `loss_fn`.
+        loss_only: return the loss alone.
     """
 
     loss_fn: Callable[..., Any] | None = None
@@ -254,7 +263,7 @@ class ModelCall:
 
 
 def flatten_result(value: Any, result: Result) -> list[Tensor]:
-    """The tensors of a model's result; their nesting goes into `result`."""
+    """Return the tensors in a model's result. Write the result's structure and its other leaves into `result`."""
     register_dataclasses(value)
     leaves, result.tree = pytree.tree_flatten(value)
     result.indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))

@@ -1,8 +1,8 @@
-"""Keeps checks of values in a program: an error on one device is also an error on a mesh.
+"""Keeps checks of tensor values in a program, so that an error on one device is also an error on a mesh.
 
 `aten._assert_async` and `aten._linalg_check_errors` have no result, so dead code elimination would remove them. Each
-becomes an `autoshard::checked` call on a result of the program: the smallest output in the forward, the smallest
-gradient behind a tangent.
+check becomes an `autoshard::checked` call, which takes a result of the program and returns it unchanged. A check in the
+forward takes the smallest output. A check that depends on a tangent takes the smallest gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKS = (_aten._assert_async.default, _aten._assert_async.msg, _FACTORISATION)
 
 @contextlib.contextmanager
 def keeping_checks() -> Iterator[None]:
-    """Trace checks of factorisations as plain calls within the context; torch would add tokens for their order."""
+    """Trace the checks of factorisations as plain calls within the context. torch would order them by tokens."""
     effect = simple_registry.singleton.find(_FACTORISATION._name).effect
     before, is_known = effect.effect, _FACTORISATION in fx_node._side_effectful_functions
     effect.register(None)
@@ -40,7 +40,10 @@ def keeping_checks() -> Iterator[None]:
 
 
 def tie_checks(graph: fx.Graph, outputs: int) -> None:
-    """Route results of a joint graph, whose first `outputs` are the outputs, through its checks."""
+    """Pass results of a joint graph through its checks, so that the checks are not dead code.
+
+    The first `outputs` plain results of the graph are the model's outputs. Later plain results are guarded values.
+    """
     output = graph.output_node()
     results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]
     behind: set[fx.Node] = set()

@@ -1,10 +1,11 @@
-"""Rung 2: models that branch on the values of tensors.
+"""The second way of tracing, for models that branch on the values of tensors.
 
-`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` gives each traced tensor a real twin
-if all its inputs have known values. Every operator on such tensors also runs on the twins. When Python reads a value,
-it comes from the twin. The read tensor becomes a further, guarded output of the trace, so that a later call with
-another value is noticed. If a result's shape depends on values, its size counts as such a value (`counted`). Twins of
-parameters would mean running the whole model. They are made only if a read depends on a parameter.
+`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` gives a traced tensor a real tensor
+beside it, its twin, if all operands of its operator have twins. Every operator on such tensors also runs on the twins.
+When Python reads a value, the twin answers. The read tensor becomes a further, guarded output of the trace, so that a
+later call with another value is noticed. If a result's shape depends on values, its size counts as such a value
+(`counted`). Twins of parameters would mean running the whole model. They are made only if a read depends on a
+parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ConcreteReads:
     tensors: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, value: Value) -> Value:
-        """Record one read."""
+        """Record a read of `tensor` that gave `value`, and return the value."""
         self.tensors.append(tensor)
         self.values.append(value)
         return value
@@ -54,8 +55,8 @@ class ConcreteValues(TorchDispatchMode):
     """Computes real twins of the traced tensors, and answers reads from them.
 
     Args:
-        known: traced tensors with their real twins.
-        counts: records symbolic numbers of rows; None: the program has the example's numbers.
+        known: pairs of a traced tensor and its real twin.
+        counts: records numbers of rows as symbols; None: the program has the example's numbers of rows.
     """
 
     def __init__(self, known: Iterable[tuple[Tensor, Tensor]], counts: SymbolicCounts | None = None) -> None:
@@ -146,9 +147,9 @@ def _storage(tensor: Tensor) -> int:
 def answer_reads(
     known: Iterable[tuple[Tensor, Tensor]] | None, counts: SymbolicCounts | None = None
 ) -> Iterator[ConcreteReads]:
-    """Answer reads of tensor values from `known` within the context; without it a read is an error.
+    """Answer reads of tensor values within the context, and yield the record of the reads.
 
-    `counts` is that of `ConcreteValues`.
+    `known` and `counts` are those of `ConcreteValues`. If both are None, a read is an error.
     """
     if known is None and counts is None:
         with _Rewrites():
@@ -160,7 +161,7 @@ def answer_reads(
 
 @contextlib.contextmanager
 def _read_by_item() -> Iterator[None]:
-    """Read items where torch would bypass the mode: in `tolist` of its wrapper, and in formatting as text."""
+    """Make `tolist` and formatting of traced tensors read numbers by `item`. torch's versions bypass the mode."""
     saved = FunctionalTensor.tolist
     FunctionalTensor.tolist = _to_list
     FunctionalTensor.__format__ = _format
@@ -190,7 +191,7 @@ class _Rewrites(TorchFunctionMode):
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
-    """`torch.tensor`, except that scalar tensors in lists are read by item."""
+    """Do `torch.tensor`, but read scalar tensors in lists by `item`."""
     if isinstance(data, (FakeTensor, FunctionalTensor)):
         return data.detach().clone().to(device=options.get("device"), dtype=options.get("dtype"))
     if isinstance(data, (list, tuple)):

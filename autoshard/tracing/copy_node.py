@@ -1,4 +1,4 @@
-"""Copies a node into another graph in a third of the time of `torch.fx.Graph.node_copy`.
+"""Copy of a node into another graph, in a third of the time of `torch.fx.Graph.node_copy`.
 
 A compile copies graphs some hundred times, node by node. Since torch 2.13, `create_node` searches all arguments for raw
 symbolic numbers. A copy needs no search, because its original was searched.
@@ -12,7 +12,9 @@ from torch import fx
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """Like `graph.node_copy(node, copy_of)`: at the insertion point, with a shallow copy of the node's metadata.
+    """Copy a node into `graph`, as `graph.node_copy(node, copy_of)` does, and return the copy.
+
+    The copy stands at the insertion point, with a shallow copy of the node's metadata.
 
     Args:
         graph: graph of the copy.

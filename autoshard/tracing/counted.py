@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 Count = Callable[[Callable[[Tensor], Tensor], Tensor], int]
-"""`count(function, tensor)`: the known value of `function(tensor)`, a scalar, which is guarded from then on."""
+"""Function of (function, tensor). It returns the example's value of `function(tensor)`, a scalar, and guards it from
+then on.
+"""
 
 aten = torch.ops.aten
 
@@ -47,7 +49,7 @@ def _repeat_interleave(count: Count, repeats: Tensor, *, output_size: int | None
 
 
 def _sorted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All elements in order, the origin of each, and a mask of elements that differ from their predecessor."""
+    """Return all elements in order, the origin of each, and a mask of elements that differ from their predecessor."""
     values, order = x.reshape(-1).sort(stable=True)
     is_first = torch.cat([values.new_ones(min(len(values), 1), dtype=torch.bool), values[1:] != values[:-1]])
     return values, order, is_first
@@ -67,13 +69,16 @@ def _unique(
 
 
 def _starts(rows: Tensor) -> Tensor:
-    """Mask of the rows [N, ...] that differ from the previous row."""
+    """Return a mask [N] of the rows [N, ...] that differ from the previous row."""
     differs = (rows[1:] != rows[:-1]).flatten(1).any(1) if rows.dim() > 1 else rows[1:] != rows[:-1]
     return torch.cat([differs.new_ones(min(len(rows), 1)), differs])
 
 
 def _runs(count: Count, rows: Tensor, of: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first row of each run of equal rows, each row's run, and how many rows a run has; `of(x)` are the rows."""
+    """Return the first row of each run of equal rows, the run of each row, and the number of rows of each run.
+
+    `rows` are `of(x)`. The number of runs is counted from `x`.
+    """
     starts = _starts(rows)
     size = count(lambda tensor: _starts(of(tensor)).sum(), x)
     firsts = aten.nonzero_static(starts, size=size).select(1, 0)
@@ -98,7 +103,7 @@ def _unique_consecutive(
 
 
 def _order(rows: Tensor) -> Tensor:
-    """The order of rows [N, ...], by their first element, then by their second."""
+    """Return the indices [N] that sort rows [N, ...] by their first element, then by their second, and so on."""
     flat = rows.flatten(1)
     order = torch.arange(len(rows), device=rows.device)
     for column in reversed(range(flat.shape[1])):
@@ -140,7 +145,7 @@ COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
 }
-"""Operator to a function that performs the call with `count`."""
+"""Operator to a function (count, *args) that performs the call with `count`."""
 
 
 def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,4 +1,7 @@
-"""torch's `ctc_loss` by way of the semantic operator: targets as rows of one length, reductions outside."""
+"""torch's `ctc_loss` as a call of the semantic operator `autoshard::ctc_loss` during a trace.
+
+The operator takes targets as rows of one length, and returns the loss of each sequence. The reduction follows outside.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch._ops import OpOverload
 
 _MEAN, _SUM = 1, 2
 _BLOCK = 32
-"""Target rows are padded to a multiple of this, so that similar longest targets share a program."""
+"""Multiple to which target rows are padded, so that batches with similar longest targets share a program."""
 
 aten = torch.ops.aten
 
@@ -25,7 +28,10 @@ def _ctc_loss(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """log_probs [T, N, C] or [T, C]; targets [N, S], or concatenated in one dim."""
+    """Compute torch's `ctc_loss` with the semantic operator.
+
+    log_probs is [T, N, C] or [T, C]; targets is [N, S], or all targets concatenated in one dim.
+    """
     if log_probs.dim() == 2:
         loss = _ctc_loss(log_probs[:, None], targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
         return loss if reduction else loss.squeeze(0)
@@ -42,12 +48,16 @@ def _ctc_loss(
 
 
 def _lengths(lengths: Tensor | Sequence[int], log_probs: Tensor) -> Tensor:
-    """Lengths as a tensor [N]."""
+    """Return lengths as an int64 tensor [N]."""
     return torch.as_tensor(lengths, dtype=torch.int64, device=log_probs.device).reshape(-1)
 
 
 def _rows(targets: Tensor, lengths: Tensor, given: Tensor | Sequence[int]) -> Tensor:
-    """Concatenated targets as rows [N, S] of one length, which may be read from `lengths`."""
+    """Return concatenated targets as rows [N, S] of one length S.
+
+    If `given` is a list, S is its largest number. If `given` is a tensor, S is read from its values, in blocks of
+    `_BLOCK`.
+    """
     if isinstance(given, Tensor):
         blocks = int(((lengths.max() + _BLOCK - 1) // _BLOCK).item())
         longest = _BLOCK * blocks
@@ -68,4 +78,4 @@ def _check_sizes(log_probs: Tensor, rows: Tensor, input_lengths: Tensor, target_
 
 
 CTC: dict[OpOverload, Callable[..., Any]] = {aten.ctc_loss.IntList: _ctc_loss, aten.ctc_loss.Tensor: _ctc_loss}
-"""Composite operators of torch, and their replacements during a trace."""
+"""Composite operators of torch to the functions that replace them during a trace."""

@@ -1,7 +1,7 @@
-"""Makes gradients of lookups and products dense: the same numbers, zeros included.
+"""Replaces sparse gradients and sparse products by dense tensors with the same numbers, zeros included.
 
-A sparse gradient has one row per lookup, and ranks of a sharded table would have different numbers. A plan does not
-know how many elements a sparse matrix stores, so `torch.sparse.mm` multiplies the dense matrix.
+A sparse gradient has one row per lookup, and ranks of a sharded table would have different numbers of rows. A plan does
+not know how many elements a sparse matrix stores, so `torch.sparse.mm` multiplies the dense matrix.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
-    """`torch.sparse_coo_tensor`, or a dense tensor if the values require grad, which the trace would lose."""
+    """Do `torch.sparse_coo_tensor`. If the values require grad, return a dense tensor: a trace loses the gradient."""
     is_trained = isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled()
     if not is_trained or size is None:
         return torch.sparse_coo_tensor(indices, values, *() if size is None else (size,), **options)
@@ -70,7 +70,7 @@ def _to_dense(self: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bo
 
 @contextlib.contextmanager
 def differentiating_to_dense() -> Iterator[None]:
-    """Within, `x.to_dense()` of a sparse tensor has a gradient: torch's own under a trace loses it."""
+    """Give `x.to_dense()` of a sparse tensor a gradient within the context. A trace loses that of torch's version."""
     saved = FunctionalTensor.to_dense
     FunctionalTensor.to_dense = _to_dense
     try:
@@ -86,4 +86,4 @@ DENSE: dict[OpOverload, Callable[..., Any]] = {
     aten.embedding_bag.padding_idx: _embedding_bag,
     aten._sparse_mm.default: _sparse_product,
 }
-"""Composite operators of torch, and their replacements during a trace."""
+"""Composite operators of torch to the functions that replace them during a trace."""

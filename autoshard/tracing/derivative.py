@@ -1,4 +1,4 @@
-"""A call that returns gradients of a model's outputs, so that its trace has gradients of gradients."""
+"""A call that returns gradients of a model's outputs. Its trace then contains gradients of gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GradientCall:
 
     @classmethod
     def of(cls, call: ModelCall, derivatives: Sequence[Derivative]) -> GradientCall:
-        """The call of gradients, of gradients of gradients and so on; the innermost first."""
+        """Return the call for nested derivatives. The first of `derivatives` is the innermost."""
         first, *rest = derivatives
         return cls.of(cls(call, first), rest) if rest else cls(call, first)
 
@@ -49,7 +49,7 @@ class GradientCall:
 def innermost_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], derivatives: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The model's own arguments within those of a call with `derivatives` nested derivatives."""
+    """Return the model's own (args, kwargs) from the arguments of a call with `derivatives` nested derivatives."""
     own = (args, dict(kwargs))
     for _ in range(derivatives):
         own = own[0][:2]

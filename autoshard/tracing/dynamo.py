@@ -1,7 +1,7 @@
-"""Rung 3: Dynamo's graph of the call, for models whose Python cannot run under fake tensors (numpy, say).
+"""The third way of tracing: Dynamo's graph of the call, for models whose Python cannot run on fake tensors.
 
-Dynamo reads the model's bytecode into a graph of torch functions, which then goes the way of rung 1. Modules
-are gone from that graph, so the program's nodes have no module path.
+Code that calls numpy is an example. Dynamo reads the model's bytecode into a graph of torch functions, and `joint` then
+exports this graph. Modules are gone from the graph, so the program's nodes have no module path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
 
 class _CallModule(nn.Module):
-    """The call that Dynamo reads."""
+    """A module whose forward makes the call that Dynamo reads."""
 
     def __init__(self, model: nn.Module, options: TraceOptions) -> None:
         super().__init__()
@@ -59,12 +59,15 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Inputs as distinct objects. Dynamo would otherwise assume equal inputs in all calls."""
+    """Return the inputs as distinct tensor objects.
+
+    If two inputs were one object, Dynamo would assume that they are one object in all calls.
+    """
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 def _own_slots(joint: JointGraph, captured: nn.Module, model: nn.Module) -> tuple[tuple[InputKind, str], ...]:
-    """The slots with the model's own names for the parameters and buffers that Dynamo renamed."""
+    """Return the slots with the model's own names of parameters and buffers. Dynamo has renamed them."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {**dict(captured.named_parameters()), **dict(captured.named_buffers())}
     return tuple((kind, _own_name(name, held, own)) for kind, name in joint.slots)

@@ -1,10 +1,10 @@
-"""Keeps the experts of transformers' models whole, as `autoshard::experts` in place of their implementation.
+"""Keeps the experts of transformers' models whole: the operator `autoshard::experts` replaces their implementation.
 
 In transformers each class of experts runs through one function, which looks up an implementation by the model's
-configuration. It is a loop over experts, a product for each token, or grouped products. All compute the same result,
-and this operator replaces them during a trace. The router is the model's own. GPU-specific implementations that a user
-names are left alone. So are experts that compute something else: a gate outside `autoshard.kernels.gates`, a norm after
-the experts, quantised weights.
+configuration. The implementation is a loop over experts, a product for each token, or grouped products. All
+implementations compute the same result, so the operator can replace each of them during a trace. The router is the
+model's own. GPU-specific implementations that a user names are left alone. Experts that compute something else are left
+alone too: a gate outside `autoshard.kernels.gates`, a norm after the experts, quantised weights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
 
 _MODULE = "transformers.integrations.moe"
 _ALIKE = ("eager", "grouped_mm", "batched_mm", None)
-"""Implementations with equal results. None is the implementation of a layer outside transformers' models."""
+"""Names of implementations with equal results. None is the implementation of a layer outside transformers' models."""
 _NOT_COVERED = ("_is_expert_parallel", "has_post_expert_norm")
-"""Further features of an experts module. transformers before 5.23 lacks some of the attributes."""
+"""Attributes of an experts module for features that the operator lacks. transformers before 5.23 has only some of them.
+"""
 
 
 @contextlib.contextmanager
@@ -49,7 +50,10 @@ def keep_experts_whole() -> Iterator[None]:
 
 
 def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a module's experts by the operator if it computes the same result."""
+    """Return a function that runs a module's experts by the operator if the operator computes the same result.
+
+    Otherwise the function runs `implementation`.
+    """
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _gate_of(module) if len(args) == 3 and not kwargs and _is_covered(module, *args) else None
@@ -72,9 +76,9 @@ def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bo
 
 
 def _gate_of(module: Any) -> Gate | None:
-    """The gate of a module's experts, recognised by its values on samples; None if no known gate matches.
+    """Return the gate of a module's experts, recognised by its values on samples; None if no known gate matches.
 
-    Gates are functions of one element or of a pair, so many pairs of all magnitudes tell them apart.
+    A gate is a function of one element or of a pair of elements, so many pairs of all magnitudes tell gates apart.
     """
     halves, interleaved = (2, not module.is_concatenated) if module.has_gate else (1, False)
     constants = [getattr(module, name, None) for name in ("alpha", "limit")]
@@ -95,7 +99,7 @@ def _gate_of(module: Any) -> Gate | None:
 
 
 def _probe(halves: int, rows: int = 4096, width: int = 4) -> Tensor:
-    """Numbers of both signs, from a thousandth to a million."""
+    """Return random samples [rows, halves * width] of both signs, with magnitudes from a thousandth to a million."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(2, rows, halves * width, generator=generator, dtype=torch.float64)
     return (10 ** (9 * uniform[0] - 3)) * torch.where(uniform[1] < 0.5, -1.0, 1.0)
@@ -124,7 +128,7 @@ def _run(module: Any, gate: Gate, hidden_states: Tensor, index: Tensor, weights:
 
 
 def _biases(bias: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The sum of each token's experts' biases [E, H], weighed: [T, H]."""
+    """Return for each token the weighted sum of its experts' biases: bias [E, H] gives [T, H]."""
     experts = torch.arange(bias.shape[0], device=index.device)
     chosen = torch.where(index.unsqueeze(2) == experts, weights.unsqueeze(2), 0.0)  # [T, k, E]
     return chosen.sum(1).to(bias.dtype) @ bias

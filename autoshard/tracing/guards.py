@@ -1,4 +1,4 @@
-"""Checks that a later call may use a program whose trace relied on values of tensors."""
+"""Check that a later call may use a program whose trace relied on values of tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autoshard.ir.program import InputKind, Program
 
 
 def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping[str, Tensor] | None = None) -> bool:
-    """Whether the values that the trace relied on are unchanged for other inputs.
+    """Whether other inputs give the same values that the trace relied on.
 
     Args:
         program: a traced program.
         flat_inputs: the global input tensors, in the order of `program.inputs_of(InputKind.INPUT)`.
-        state: parameters, buffers and the seed by name; only those that a guard depends on are needed.
+        state: parameters, buffers and the seed, by name. Tensors that no guard depends on may be missing.
 
     Returns:
         True if the program computes the model's result; False if the call must be traced anew.

@@ -1,7 +1,7 @@
 """Higher-order operators of torch (`cond`, `while_loop`, `scan`, `map`, `flex_attention`) as plain calls.
 
-Their functions run in Python, where operators are traced as usual. A predicate is read like that of `if`. Its value is
-guarded, and a call with another value has a program of its own. Loops are unrolled.
+Their functions run in Python, where operators are traced as usual. A predicate is read like the condition of an `if`.
+Its value is guarded, and a call with another value gets another program. Loops are unrolled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _cond(
     false_fn: Callable[..., Any],
     operands: Sequence[Any],
 ) -> Any:
-    """Run one branch, or both if `vmap` gives each of its rows a predicate.
+    """Run the branch that the predicate chooses, or both branches if `vmap` gives each row its own predicate.
 
     The result requires grad if either branch's would, as on one device.
     """
@@ -56,7 +56,7 @@ def _cond(
 
 
 def _nothing_of(inputs: Sequence[Tensor]) -> Tensor | None:
-    """A zero with zero gradients for `inputs`, the contribution of the branch not taken."""
+    """Return a zero that depends on `inputs` with zero gradients, as the branch not taken does; None without inputs."""
     found = None
     for x in inputs:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -70,7 +70,7 @@ def _reach(nothing: Tensor, x: Tensor) -> Tensor:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether `vmap` runs over a dim of a tensor."""
+    """Whether a tensor has a dim that `vmap` runs over."""
     while is_functorch_wrapped_tensor(x):
         if is_batchedtensor(x):
             return True
@@ -106,9 +106,10 @@ def _flex_attention(
     kernel_options: Mapping[str, Any],
     *buffers: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Result [B, H, S, D] in the memory order of `q`; log-sum-exp and largest score of each row, in units of ln 2.
+    """Return the result [B, H, S, D], and log-sum-exp and largest score of each row [B, H, S], both divided by ln 2.
 
-    Blocks only say which scores a kernel need not compute: the mask function alone decides.
+    The result has its dims in the memory order of `q`. Blocks of `block_mask` only say which scores a kernel may skip.
+    Its mask function alone decides.
     """
     score_buffers, mask_buffers = (*buffers, (), ())[:2]
     groups = q.size(1) // k.size(1)
@@ -136,7 +137,10 @@ def _flex_attention(
 
 
 def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: int) -> Callable[..., Tensor]:
-    """The function for each batch entry, head, query and key; the last `shared` arguments are the same for all."""
+    """Return `function` mapped by `vmap` over batch entries, heads, queries and keys.
+
+    `first` gives the mapped dim of each leading argument. The last `shared` arguments are the same for all calls.
+    """
     for place in reversed(range(4)):
         dims: list[int | None] = [None] * 4
         dims[place] = 0
@@ -145,7 +149,7 @@ def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: i
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Within the context, `table[i, j]` looks up numbers that `vmap` runs over; indexing would read them."""
+    """Makes `table[i, j]` look up numbers that `vmap` runs over. Plain indexing would read the numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -162,7 +166,7 @@ def _is_number(entry: Any) -> bool:
 
 
 def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
-    """`table[entries]`; negative numbers count from the end."""
+    """Return `table[entries]`; negative numbers count from the end."""
     row: Any = 0
     for entry, size in zip(entries, table.shape, strict=False):
         number = torch.where(entry < 0, entry + size, entry) if isinstance(entry, Tensor) else entry % size
@@ -171,7 +175,7 @@ def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
 
 
 def _in_order_of(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with its dims in the memory order of those of `like`."""
+    """Return `x` with its memory in the order of the dims of `like`."""
     order = sorted(range(x.dim()), key=lambda dim: -like.stride(dim))
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
@@ -206,8 +210,8 @@ class _PlainCalls(TorchFunctionMode):
 def calling_plainly(inputs: Sequence[Tensor]) -> Iterator[None]:
     """Make higher-order operators plain calls within the context. Enter it after all other modes of torch functions.
 
-    `inputs` are those of the traced call. `flex_attention` then has a backward on the CPU too, and does not warn that
-    it is not compiled.
+    `inputs` are the flat tensors of the traced call. `flex_attention` then has a backward on the CPU too, and does not
+    warn that it is not compiled.
     """
     saved = flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = lambda *_: None, True

@@ -1,8 +1,8 @@
-"""Hooks of modules during a trace: their effect on tensors becomes part of the program.
+"""Watches the hooks of modules during a trace. Their effect on tensors becomes part of the program.
 
 A compiled call runs no hooks. A hook without effect on the program has another purpose (it stores activations, logs,
 counts) and would silently stop working, so it is refused. Hooks of torch and transformers (weight norm, pruning,
-captured outputs) serve only the call.
+captured outputs) serve only the call, and are not watched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ _TRUSTED = ("torch", "transformers", "autoshard")
 
 @dataclass(slots=True)
 class WatchedHook:
-    """A hook that ran: its name, its first module, and whether it was seen to affect the call."""
+    """A hook that ran during a trace.
+
+    Args:
+        name: name of its function.
+        title: name of the first module on which it ran.
+        acts: whether it returned a new value, or changed a tensor of the call or an attribute of the module.
+    """
 
     name: str
     title: str
@@ -36,7 +42,7 @@ class WatchedHook:
 
 
 Hooks = dict[Any, WatchedHook]
-"""Hooks that ran, by their code. Closures of one function count as one."""
+"""Hooks that ran, by their code object. Closures of one function share one entry."""
 
 
 @contextlib.contextmanager
@@ -60,10 +66,10 @@ def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[
 def refuse_idle_hooks(
     model: nn.Module, hooks: Hooks, program: Program, trace_without: Callable[[Collection[Any]], Program]
 ) -> None:
-    """Raise for hooks that do not change the program.
+    """Raise for hooks without which the trace gives the same program.
 
     Raises:
-        TraceError: names the hooks.
+        TraceError: there are such hooks; the message names them.
     """
     idle = [code for code, hook in hooks.items() if not hook.acts]
     if not idle:
@@ -87,7 +93,7 @@ def refuse_idle_hooks(
 
 
 def hooks_note(hooks: Hooks) -> Iterator[str]:
-    """Notes for the user on hooks that act on the call."""
+    """Yield a note for the user on hooks that act on the call."""
     acting = [_text(hook) for hook in hooks.values() if hook.acts]
     if acting:
         yield (
@@ -142,7 +148,7 @@ def _is_as_given(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """State that a hook may change: versions of tensors, and the module's attributes."""
+    """Return the state that a hook may change: versions of tensors, and the `id` of each attribute of the module."""
     tensors = [*pytree.tree_leaves((args, kwargs)), *module.parameters(recurse=False), *module.buffers(recurse=False)]
     return [*(item._version for item in tensors if isinstance(item, Tensor)), *map(id, vars(module).values())]
 

@@ -1,7 +1,8 @@
-"""Refuses models that draw with Python's `random` or NumPy in `forward`, since a trace would freeze the first numbers.
+"""Refuses models that draw with Python's `random` or NumPy in `forward`, because a trace would freeze the numbers.
 
-If a generator moved, the call is traced with the smallest and the largest numbers that it can draw. If both give the
-same program, the numbers do not matter (a layer drop of probability 0). Otherwise the model is refused.
+If a trace has changed a generator's state, the call is traced twice more. The generator then draws only its smallest
+number, or only its largest. If all traces give one program, the numbers do not matter (a layer drop of probability 0).
+Otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LEAST, _GREATEST = 0.0, 1.0 - 2.0**-24
 
 
 def host_generators() -> Sequence[Any]:
-    """The states of Python's and NumPy's global generators."""
+    """Return the states of Python's and NumPy's global generators."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return [random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)]
 
@@ -31,10 +32,10 @@ def host_generators() -> Sequence[Any]:
 def refuse_host_numbers(
     model: nn.Module, before: Sequence[Any], program: Program, trace_again: Callable[[], Program]
 ) -> None:
-    """Raise if generators have moved since `before`, and the model's computation depends on it.
+    """Raise if generators were used since `before`, and the program depends on the numbers that they drew.
 
     Raises:
-        TraceError: names the generator, and the line that draws.
+        TraceError: the program depends on drawn numbers; the message names the generator and the line that draws.
     """
     names = ("Python's random", "numpy.random")
     moved = [name for name, old, new in zip(names, before, host_generators(), strict=True) if old != new]
@@ -55,7 +56,7 @@ def refuse_host_numbers(
 
 @contextlib.contextmanager
 def _giving(number: float, lines: list[str]) -> Iterator[None]:
-    """Make generators always draw `number` in [0, 1); `lines` collects the user's lines that draw."""
+    """Make generators always draw `number` of [0, 1) within the context. Add the user's lines that draw to `lines`."""
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 def record_initialisation(
     model: nn.Module, device: torch.device, init_fn: InitFunction | None = None
 ) -> Initialisation:
-    """Record the initialisers of `model` without changing it.
+    """Return the record of the initialisers of `model`. The model stays unchanged.
 
     Args:
         model: any module; its parameters and buffers may be anywhere.
@@ -60,7 +60,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Within, contiguous tensors without memory are in the place of parameters and buffers, ties included."""
+    """Put contiguous fake tensors in the place of parameters and buffers within the context, and yield them by name.
+
+    Tied parameters stay tied.
+    """
     made: dict[int, Tensor] = {}
     names = [(name, id(tensor)) for name, tensor in _named(model)]
     held: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
@@ -83,7 +86,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the effect of operators on memory."""
+    """Records the effect of operators on memory while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def place_of(self, tensor: Tensor) -> Place:
-        """The place of a tensor; its memory gets a number at first sight."""
+        """Return the place of a tensor. A new memory gets the next number."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = number = len(self.numels)
@@ -124,7 +127,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Place]:
-    """The places that a call writes to."""
+    """Yield the places that a call writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -133,7 +136,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 @contextlib.contextmanager
 def _truncating_without_reads() -> Iterator[None]:
-    """Within, torch's truncated normal numbers are drawn at once; torch draws until all of them are within bounds."""
+    """Draw torch's truncated normal numbers in one operator within the context.
+
+    torch draws again until all numbers are within bounds, and so reads values.
+    """
 
     def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         refuse_generator(nn.init.trunc_normal_, generator)
@@ -161,7 +167,7 @@ def _run_initialisers(model: nn.Module, init_fn: InitFunction | None) -> None:
 
 
 def _inside_out(model: nn.Module) -> list[nn.Module]:
-    """Each module once, submodules first."""
+    """Return each module once, submodules first."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -184,7 +190,7 @@ def _init_as_transformers_do(module: nn.Module, init: InitFunction | None, names
 
 
 def _takes(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether something can be called with so many arguments."""
+    """Whether `function` can be called with these arguments."""
     if not callable(function):
         return False
     try:

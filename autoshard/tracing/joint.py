@@ -1,4 +1,4 @@
-"""Rung 1: a joint graph from AOTAutograd's export of the plain call.
+"""The first way of tracing: a joint graph from AOTAutograd's export of the plain call.
 
 Fake tensors replace parameters, buffers and inputs, and the model's own Python runs on them. No memory is used and
 nothing is computed, wherever the model is (a model on meta too).
@@ -49,10 +49,15 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class JointGraph:
-    """Result of rung 1: AOTAutograd's graph, and the meaning of its inputs and results.
+    """Result of an export: AOTAutograd's graph of forward and backward, and the meaning of its inputs and results.
 
-    `slots` name the flat inputs. The graph's plain outputs are the model's outputs in `result`'s order, then one for
-    each guarded value. `accesses` are the attributes that the call's Python used, or None if unknown.
+    Args:
+        graph_module: the graph. Its plain outputs are the model's outputs in `result`'s order, then the guarded
+            tensors.
+        slots: kind and name of each flat input.
+        result: structure of the model's result.
+        guarded_values: the value that the trace relied on, for each guarded tensor.
+        accesses: the attributes that the call's Python code used; None if unknown.
     """
 
     graph_module: fx.GraphModule
@@ -74,13 +79,21 @@ class Known(StrEnum):
 class TraceOptions:
     """Options of a trace.
 
-    `grad`, `all_tangents`: trace gradients, of the loss only or of all outputs. `as_compiled`: make
-    torch.compiler.is_compiling() true for the model's code, as under torch.compile; some models then have no branches
-    on values. `casts`: types of the model's computation. `seed`: values of random operators may be read if it is given.
-    `symbolic`: numbers of rows that depend on values are symbols, later bounded (`bounded`), instead of the example's.
-    `device`: assumed device of tensors on meta. `keeps_gradients`: scalars that the call leaves in attributes get
-    tangents, like losses. `whole_experts`: layers of experts are one operator each. `forward_only`: no output gets a
-    tangent.
+    Args:
+        grad: trace gradients.
+        all_tangents: take a tangent for each output, not only for losses.
+        call: calls the model.
+        known: tensors whose values Python code may read.
+        symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
+            program has the example's numbers.
+        as_compiled: make `torch.compiler.is_compiling()` true for the model's code, as under torch.compile. Some models
+            then have no branches on values.
+        casts: casts of a computation in a narrower type.
+        seed: seed of random operators, whose values may then be read.
+        device: assumed device of tensors on meta.
+        keeps_gradients: take tangents for scalars that the call leaves in attributes, as for losses.
+        whole_experts: make each layer of experts one operator.
+        forward_only: take no tangents.
     """
 
     grad: bool = True
@@ -98,7 +111,7 @@ class TraceOptions:
 
 
 class FlatModule(nn.Module):
-    """The traced module: flat tensors in; outputs and guarded values out.
+    """The traced module. It takes flat tensors, and returns the outputs and the guarded values.
 
     It has no parameters of its own. The flat tensors are the model's parameters and buffers, the call's tensors and the
     seed. A tied parameter is one flat tensor, so it stays tied.
@@ -120,7 +133,7 @@ class FlatModule(nn.Module):
         self.compared: list[Any] = []
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """Run the model's call on `flat`."""
+        """Run the call on the flat tensors: state, inputs, seed. Return the outputs, then the guarded values."""
         (model,) = self._model
         traced_state = dict(zip(self._state, flat, strict=False))
         inputs = flat[len(self._state) : -1]
@@ -160,7 +173,7 @@ class FlatModule(nn.Module):
         return (*select_tangents(outputs, self._options, returned), *guarded)
 
     def _guard_comparisons(self) -> None:
-        """Guard the assumptions that were made about symbolic numbers of rows."""
+        """Guard the comparisons of symbolic numbers of rows on which the trace relied."""
         if self.counts is None:
             return
         self.compared = self.counts.assumed()
@@ -168,10 +181,10 @@ class FlatModule(nn.Module):
             self.reads.add(tensor, True)
 
     def bounded(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """The graph with bounds in place of symbols.
+        """Return the graph with bounds in place of symbols.
 
         Raises:
-            UnboundedSizeError: it is not known to be right, or the backward compares symbols.
+            UnboundedSizeError: the bounded graph may be wrong, or the backward compares symbols.
         """
         if self.counts is None:
             return graph_module
@@ -182,7 +195,7 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Traced tensors with their real tensors, or None if values may not be read."""
+        """Return pairs of a traced tensor and its real tensor, or None if values may not be read."""
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
@@ -193,7 +206,10 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Place of each tensor of `state` to its name; a module with several names is one place."""
+    """Return a dict from each attribute of a module that holds a tensor of `state` to the tensor's name in `state`.
+
+    A tied parameter has several attributes and one name. A module with several names counts under its first name.
+    """
     names = {id(tensor): name for name, tensor in state.items()}
     held = ((path, {**module._parameters, **module._buffers}) for path, module in model.named_modules())
     places = ((f"{path}.{leaf}".removeprefix("."), item) for path, own in held for leaf, item in own.items())
@@ -201,17 +217,17 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Buffers that the model assigned (`self.count = self.count + 1`) are written as if updated in place."""
+    """Write tensors that the model assigned (`self.count = self.count + 1`) into its buffers, like updates in place."""
     for name, tensor in given.items():
         if after[name] is not tensor:
             state[name].copy_(after[name])
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:
-    """Detach the outputs that get no gradient; all are contiguous copies, so none aliases another.
+    """Return copies of the outputs, and detach the outputs that get no gradient.
 
-    A tangent has its output's layout and is then contiguous. The first `returned` outputs are returned, the rest is
-    kept.
+    The copies are contiguous, and none aliases another. A tangent has its output's layout, so it is contiguous too. The
+    first `returned` outputs are returned by the call; the call leaves the other outputs in attributes.
     """
     losses = [_is_loss(output) and (i < returned or options.keeps_gradients) for i, output in enumerate(outputs)]
     wants_grad = options.grad and not options.forward_only
@@ -232,7 +248,7 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Trace the call under fake tensors."""
+    """Export the joint graph of a call on fake tensors."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})
     slots = (
@@ -287,7 +303,7 @@ def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor like `tensor`; within a fake mode."""
+    """Return a fake tensor like `tensor` on a device, within a fake mode."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
@@ -333,7 +349,10 @@ def _refusing_inner_backward() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tensor_meta() -> Iterator[None]:
-    """Nodes get no `meta["tensor_meta"]`, which repeats `meta["val"]`, is not read here, and takes 8 % of a trace."""
+    """Leave out `meta["tensor_meta"]` of nodes within the context.
+
+    It repeats `meta["val"]`, is not read here, and takes 8 % of a trace.
+    """
     before = proxy_tensor._extract_tensor_metadata
     proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment]
     try:

@@ -20,21 +20,21 @@ from autoshard.ir.repeat import Repeat
 from autoshard.tracing.shorten import block_lists, with_lists
 
 LEAST_LEFT_OUT = 4
-"""Fewer units than so many are not worth leaving out."""
+"""Smallest number of units that is worth leaving out of a run."""
 
 _MOST_PERIOD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWithGaps:
-    """A model with blocks left out, which shares its parameters with the whole model."""
+    """A model without the blocks that `repeats` leaves out. It shares its parameters with the whole model."""
 
     model: nn.Module
     repeats: tuple[Repeat, ...]
 
 
 class _Kept(nn.ModuleList):
-    """The remaining blocks of a list under their own names; indices count the remaining blocks."""
+    """The remaining blocks of a list under their own names. An index counts only the remaining blocks."""
 
     def _get_abs_string_index(self, idx: int) -> str:  # torch's own indexing calls it
         return list(self._modules)[idx]
@@ -78,7 +78,10 @@ def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
 
 
 def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -> Iterator[tuple[int, int, int]]:
-    """Period, first block ahead and first block behind the gap of each run, for `leave_out_blocks`."""
+    """Yield (period, before, behind) of a `Repeat` for each run of equal units that is long enough.
+
+    `kinds` has the kind of each block. `margin` and `least` are those of `leave_out_blocks`.
+    """
     start = 0
     while start < len(kinds):
         period, units = _longest_run(kinds, start)
@@ -92,7 +95,10 @@ def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -
 
 
 def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
-    """The period that covers most blocks from `start` on (the shortest of several), and the number of units."""
+    """Return the period whose repetition covers most blocks from `start` on, and the number of its units.
+
+    The shortest of several such periods is returned.
+    """
     best = (1, 0)
     for period in range(1, _MOST_PERIOD + 1):
         end = start + period

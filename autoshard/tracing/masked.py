@@ -1,12 +1,12 @@
 """Assignment through a mask, `x[mask] = value`, in forms whose gradients have static shapes.
 
-In torch, the gradient of the value has one row for each one in the mask, and no trace knows that shape. Two forms
-replace it:
+In torch, the gradient of the value has one row for each one in the mask, and no trace knows that shape. Two other forms
+replace the assignment:
 
 1. A value that is equal for all places of the mask is selected by `torch.where`. The mask is not read, and its dims
    stay parallel.
-2. A value with a row for each place is written at the places themselves, `x[mask.nonzero()] = value`, and their number
-   is read (`counted`).
+2. A value with a row for each place is written at the places themselves, `x[mask.nonzero()] = value`. The number of
+   places is read (`counted`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Masked:
     """The part of a tensor that `x[.., mask, ..]` selects.
 
     Args:
-        view: view of the tensor with all dims that the mask covers.
+        view: view of the tensor under the entries beside the mask, with all dims that the mask covers.
         mask: bool, of the view's shape from dim `start` on.
     """
 
@@ -35,15 +35,18 @@ class _Masked:
 
     @property
     def behind(self) -> int:
-        """Number of dims of the view after those of the mask."""
+        """Number of dims of the view that follow the dims of the mask."""
         return self.view.dim() - self.start - self.mask.dim()
 
     def spread_mask(self) -> Tensor:
-        """The mask with a dim of size one for each later dim, so that it broadcasts to the view."""
+        """Return the mask with a dim of size one for each dim of the view that follows; it broadcasts to the view."""
         return self.mask[(..., *[None] * self.behind)]
 
     def spread_value(self, value: Tensor) -> Tensor | None:
-        """A value equal at all places of the mask, reshaped to broadcast to the view; None for any other value."""
+        """Return a value that is equal at all places of the mask, reshaped to broadcast to the view.
+
+        None if the value differs between places.
+        """
         while value.dim() > self.behind and value.shape[0] == 1:
             value = value[0]
         of_places = value.dim() - self.behind - 1
@@ -55,7 +58,7 @@ class _Masked:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """`x[index] = value`."""
+    """Do `x[index] = value`, in one of the two forms if a mask is among the indices."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(map(_is_mask, entries)):
         x[index] = value
@@ -69,7 +72,7 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _find_masked(x: Tensor, entries: Sequence[Any]) -> _Masked | None:
-    """The masked part, if one mask stands beside numbers, slices, None and an ellipsis."""
+    """Return the masked part of `x`. None unless one mask stands beside only numbers, slices, None and an ellipsis."""
     (place, *others) = (place for place, entry in enumerate(entries) if _is_mask(entry))
     before, mask, after = entries[:place], entries[place], entries[place + 1 :]
     if others or not all(_is_basic(entry) for entry in (*before, *after)):
@@ -92,7 +95,7 @@ def _dims_made(entries: Sequence[Any]) -> int:
 
 
 def _assign_one_value(masked: _Masked, value: Any) -> bool:
-    """Assign a value if it is equal at all places; return whether it was."""
+    """Assign a value that is equal at all places of the mask, and return True; return False for any other value."""
     view = masked.view
     if isinstance(value, (bool, int, float)) and (view.is_floating_point() or not isinstance(value, float)):
         view.masked_fill_(masked.spread_mask(), value)
@@ -116,7 +119,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 
 
 def _places(entries: Sequence[Any]) -> list[Any]:
-    """The entries of an index, with each mask replaced by the places of its ones."""
+    """Return the entries of an index, with the indices of its ones in place of each mask."""
     found: list[Any] = []
     for entry in entries:
         found += entry.nonzero(as_tuple=True) if _is_mask(entry) else [entry]
@@ -134,4 +137,4 @@ ASSIGNMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.index_put: _index_put,
     torch.index_put_: _index_put_,
 }
-"""Functions of torch, and their replacements during a trace."""
+"""Functions of torch to the functions that replace them during a trace."""

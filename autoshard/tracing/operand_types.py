@@ -22,7 +22,7 @@ _PRODUCTS = frozenset(
 """Matrix products, whose operands must have one type."""
 
 _OF_ONE_TYPE: Mapping[object, tuple[int, ...]] = {aten.convolution.default: (0, 1, 2), aten.index_add.default: (0, 3)}
-"""Other operators, with the places of operands that must have one type."""
+"""Further operators, each with the positions of the arguments that must have one type."""
 
 FLOATING = frozenset(
     {
@@ -40,7 +40,7 @@ def refuse_types(program: Program) -> None:
     """Raise if an operator gets operands of invalid types.
 
     Raises:
-        TraceError: names the operands, the module and its line.
+        TraceError: operands have invalid types; the message names operands, module and source line.
     """
     slots = {slot.node: slot for slot in program.inputs}
     for node in program.graph.nodes:
@@ -54,7 +54,7 @@ def refuse_types(program: Program) -> None:
 
 
 def _of_one_type(node: fx.Node) -> Sequence[fx.Node]:
-    """The operands of a node that must have one type."""
+    """Return the operands of a node that must have one type."""
     if node.target in _PRODUCTS:
         return node.all_input_nodes
     operands = [node.args[place] for place in _OF_ONE_TYPE.get(node.target, ())]
@@ -72,7 +72,10 @@ def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, Inp
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
-    """Name an operand by its origin, through views and other unary calls in its type."""
+    """Return a name of an operand for messages: the input behind it, or the operator that computes it.
+
+    Views and other calls with one operand of the same type are skipped on the way to the input.
+    """
     found = node
     while (
         found.name not in slots and len(found.all_input_nodes) == 1 and _dtype(found.all_input_nodes[0]) == _dtype(node)

@@ -1,4 +1,4 @@
-"""The origin of custom operators."""
+"""Lookup of the Python module that defines a custom operator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch._ops import OpOverload
 
 
 def defining_module(operator: OpOverload) -> str | None:
-    """The module of the function under `torch.library.custom_op`; None for operators of another origin."""
+    """Return the name of the module that defines a `torch.library.custom_op`; None for any other operator."""
     definition = OPDEFS.get(operator._schema.name)
     return None if definition is None else definition._init_fn.__module__

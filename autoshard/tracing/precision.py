@@ -62,7 +62,7 @@ class Casts:
     """Casts for a model that computes in a narrower type.
 
     Args:
-        dtype: the type.
+        dtype: the narrower type.
         parameters: `id` of each cast parameter.
     """
 
@@ -71,10 +71,10 @@ class Casts:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
-        """The casts of a model's parameters to `dtype`.
+        """Return the casts of a model's wider parameters to `dtype`.
 
         Raises:
-            TraceError: a norm with running statistics has float64 in it.
+            TraceError: a norm with running statistics has float64 parameters or buffers.
         """
         norms = {
             name: module
@@ -87,16 +87,16 @@ class Casts:
         return cls(dtype, frozenset(wider - left_out))
 
     def names(self, model: nn.Module) -> tuple[str, ...]:
-        """The names of the cast parameters; a tied parameter has only its first name here."""
+        """Return the names of the cast parameters; of a tied parameter only the first name."""
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """A pytree with its wider tensors cast."""
+        """Return a pytree with its wider tensors cast."""
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which operators of one type cast mixed operands, and cross-entropy computes in float32."""
+        """Make a context in which operators of one type cast mixed operands, and cross-entropy computes in float32."""
         with contextlib.ExitStack() as stack:
             for op in _OF_ONE_TYPE:
                 stack.enter_context(_replacing(op, self._in_one_type))
@@ -138,7 +138,7 @@ def _is_floating(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
-    """The composite definition of `op` becomes `replacement(definition, *args)`; undone at exit."""
+    """Replace the composite definition of `op` by `replacement(definition, *args)` within the context."""
     saved = dict(op.py_kernels)
     before = saved.get(_COMPOSITE)
 
@@ -158,12 +158,12 @@ def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None
 
 
 def _definition_of(op: OpOverload) -> Callable[..., Any]:
-    """PyTorch's own definition of a composite operator."""
+    """Return a function that calls PyTorch's own definition of a composite operator."""
     return lambda *args, **kwargs: op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast named parameters. The traced nodes belong to the parameters' modules."""
+    """Return the named parameters, cast to `dtype`, by name. The casts are attributed to the parameters' modules."""
     casts = {}
     for name in names:
         with attributed_to(name.rpartition(".")[0]):
@@ -182,7 +182,7 @@ def check_unchanged(casts: Mapping[str, Tensor]) -> None:
 
 
 def widen_scalar(output: Tensor) -> Tensor:
-    """A narrow scalar (a loss) in float32; otherwise the tensor itself."""
+    """Return a narrow scalar (a loss) in float32, and any other tensor as it is."""
     return widen(output) if output.dim() == 0 else output
 
 

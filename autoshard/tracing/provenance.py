@@ -1,4 +1,4 @@
-"""The module and the user's line that issued each node.
+"""Finds the module and the user's line that issued each node.
 
 While the model runs, a function mode sees each call of a torch function. It annotates the nodes made by the call with
 the innermost module and the innermost frame outside torch and autoshard. Backward nodes carry the sequence number of
@@ -27,11 +27,11 @@ PACKAGES = tuple(
 )
 """Folders of code that is not the user's."""
 _PLANNER = str(Path(__file__).resolve().parents[2] / "passes") + os.sep
-"""Folder of the code that starts a trace. Frames outside it called `compile`, and are no part of the model."""
+"""Folder of the code that starts a trace. Frames outside this folder called `compile`, and are no part of the model."""
 
 
 class ProvenanceMode(TorchFunctionMode):
-    """Annotates nodes with module and source line while active."""
+    """Annotates each new node with the running module and the user's line while the mode is active."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ProvenanceMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def follow_modules(self) -> Iterator[None]:
-        """Maintain the stack of running modules."""
+        """Keep track of the running module within the context."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
@@ -75,13 +75,13 @@ class ProvenanceMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def attributed_to(module: str) -> Iterator[None]:
-    """Nodes made within, outside of the model's own code, belong to `module`."""
+    """Annotate nodes that are made within the context with `module`, and with no line of the user."""
     with fx_traceback.annotate({_MODULE: module, _SOURCE: ""}):
         yield
 
 
 def user_line(frame: FrameType | None) -> str:
-    """`model.py:12 in forward`: the innermost frame at or above `frame` outside torch and autoshard, or ""."""
+    """Return the innermost line outside torch and autoshard, at or above `frame`: "model.py:12 in forward", or ""."""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_PLANNER):
@@ -93,7 +93,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The user's line that raised `error` or its cause, or ""."""
+    """Return the user's line that raised `error`, or ""."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -106,7 +106,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def module_of_error(error: BaseException, model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The innermost module of `model` whose forward raised `error`, with its name; None for the model's own code."""
+    """Return the innermost module of `model` whose forward raised `error`, with its name; None if no submodule did."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found, trace = None, error.__traceback__
     while trace is not None:
@@ -118,7 +118,7 @@ def module_of_error(error: BaseException, model: nn.Module) -> tuple[str, nn.Mod
 
 
 def attribute_nodes(graph: fx.Graph) -> None:
-    """Set "module" and "source" on every node, from its annotation or its forward operator's."""
+    """Set `meta["module"]` and `meta["source"]` on every node, from its annotation or its forward operator's."""
     by_sequence: dict[int, tuple[str, str]] = {}
     for node in graph.nodes:
         note = _annotation(node)
@@ -139,7 +139,7 @@ def _provenance(node: fx.Node, by_sequence: dict[int, tuple[str, str]]) -> tuple
 
 
 def _inherited(node: fx.Node, *, last: bool = False) -> tuple[str, str]:
-    """Module and line of the first (or last) computed operand."""
+    """Return module and line of the first (or last) operand that is computed."""
     for operand in reversed(node.all_input_nodes) if last else node.all_input_nodes:
         if operand.op != "placeholder":
             return operand.meta.get("module", ""), operand.meta.get("source", "")

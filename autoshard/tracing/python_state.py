@@ -1,4 +1,4 @@
-"""Attributes of a model that its calls change. A trace would freeze the first call's numbers."""
+"""Finds attributes of a model that its calls change. A trace would freeze the numbers of the first call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from autoshard.ir.python_values import content_text, held_by, is_record, is_sett
 from autoshard.ir.watched_numbers import unwatched
 
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
-"""The attributes of every module, with tensors, modules and hooks."""
+"""Attributes that every module has: its tensors, submodules and hooks."""
 
 State = Mapping[tuple[str, str], Any]
-"""Texts of numbers, arrays, configurations and containers of them, by the module's name and the attribute's path."""
+"""(name of a module, path of an attribute) to a text of the value: a number, an array, a configuration or a container.
+"""
 
 
 def python_state(model: nn.Module) -> State:
-    """Text of each setting of a model's modules now, by module and path."""
+    """Return the present text of each setting of a model's modules, by module and path."""
     with unwatched():
         return {
             (name, path): content_text(value)
@@ -34,7 +35,7 @@ def python_state(model: nn.Module) -> State:
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value by its path; an object with settings is opened into its attributes."""
+    """Yield (path, value). For an object with settings, yield its attributes instead."""
     if not is_record(value):
         yield path, value
         return
@@ -45,13 +46,14 @@ def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def refuse_counting(
     model: nn.Module, before: State, program: Program, trace_again: Callable[[], Program]
 ) -> frozenset[tuple[str, str]]:
-    """Return the attributes that every call changes, such as a count of calls; raise if the model computes with one.
+    """Return the attributes that every call changes, such as a count of calls; raise if the program depends on them.
 
-    An attribute that changed since `before` qualifies if another trace changes it too. It matters if that trace gives
-    another program. An attribute that only the first call sets, such as a cache, is accepted.
+    The call was traced once since `before`. Every attribute that this trace changed, and that another trace changes
+    again, is returned. The program depends on such attributes if the other trace gives another program. An attribute
+    that only the first call sets, such as a cache, is accepted.
 
     Raises:
-        TraceError: names the attribute.
+        TraceError: the program depends on an attribute; the message names it.
     """
     once = python_state(model)
     if not _changed(before, once):
@@ -67,7 +69,7 @@ def refuse_counting(
 
 
 def counting_note(model: nn.Module, counting: frozenset[tuple[str, str]]) -> Iterator[str]:
-    """Notes for the user on attributes that every call changes."""
+    """Yield a note for the user on attributes that every call changes."""
     if counting:
         yield (
             f"{type(model).__name__} changes {_names(counting)} with every call. Its computation was found not to "

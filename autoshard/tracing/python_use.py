@@ -1,8 +1,8 @@
-"""Attributes that a traced call reads, on which a program depends, and attributes that it sets.
+"""Records the attributes of modules that a traced call reads, and the attributes that it sets.
 
-During the call, every attribute access of a module is recorded, reads and writes. Code that uses `vars` reads all
-attributes of a module. An attribute that the call sets before reading it does not depend on its earlier value. Dynamo
-analyses bytecode instead of running it; then all attributes count as read.
+A program depends on the attributes that its trace read. Every access to an attribute of a module is recorded during the
+call. Code that uses `vars` reads all attributes of a module. An attribute that the call sets before reading it does not
+count as read. Dynamo analyses bytecode instead of running it, so all attributes then count as read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from autoshard.ir.watched_numbers import plain_number
 from autoshard.tracing.provenance import PACKAGES
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
-"""Members and modes: a program is looked up by parameters, buffers and modes; submodules are always guarded."""
+"""Attributes without guards: a program is looked up by its parameters, buffers and modes. Submodules have guards in any
+case.
+"""
 
 _INNER = (*PACKAGES, functools.__file__)
-"""Code that reads a module's `__dict__` but not the values in it."""
+"""Folders and files of code that reads a module's `__dict__` but not the values in it."""
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
@@ -33,14 +35,14 @@ _GLOBAL_HOOKS = (
 
 
 class Accesses:
-    """Attributes of modules that a call read before setting them, and attributes that it set."""
+    """Records attributes of modules that a call read before setting them, and attributes that the call set."""
 
     def __init__(self) -> None:
         self._read: dict[int, tuple[nn.Module, set[str]]] = {}
         self._set: list[tuple[nn.Module, str, Any]] = []
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether any run read an attribute before setting it."""
+        """Whether some run read an attribute before setting it."""
         return id(module) in self._read and name in self._read[id(module)][1]
 
     @contextlib.contextmanager
@@ -78,9 +80,9 @@ class Accesses:
             ]
 
     def use(self, model: nn.Module, counting: frozenset[tuple[str, str]]) -> PythonUse:
-        """The attributes that were read, and those set by the last run.
+        """Return the attributes that any run read, and the plain values that the last run set.
 
-        `counting` are attributes that every call changes.
+        `counting` are attributes that every call changes, as (module's name, attribute's path). They get no guards.
         """
         titles = {id(module): name for name, module in reversed(list(model.named_modules()))}
         names = []
@@ -101,7 +103,7 @@ class Accesses:
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
-    """Names by the `id` of a module; the module is kept alive too."""
+    """Dict from the `id` of a module to the module and the names of its attributes. It keeps the module alive."""
 
     def names(self, module: nn.Module) -> set[str]:
         found = self.get(id(module))
@@ -111,7 +113,7 @@ class _Noted(dict[int, tuple[nn.Module, set[str]]]):
 
 
 def all_reads(model: nn.Module) -> PythonUse:
-    """Everything that the modules of a model hold."""
+    """Return a record as if the call had read every attribute of the model's modules."""
     names = [
         (title, module, tuple(name for name in vars(module) if _matters(name)))
         for title, module in model.named_modules()
@@ -125,7 +127,7 @@ def _matters(name: str) -> bool:
 
 
 def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> list[tuple[str, type, tuple[str, ...]]]:
-    """The attributes found in classes, by owning class."""
+    """Return (name of the class, class, names) for each class in which looked-up attributes are found."""
     found: dict[type, set[str]] = {}
     for kind, looked_up in {(type(module), name) for _, module, names in names for name in names}:
         owner = next((base for base in kind.__mro__ if looked_up in vars(base)), None)

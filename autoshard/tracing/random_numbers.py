@@ -1,12 +1,12 @@
-"""Replaces random operators of PyTorch by those of the counter-based generator while a model is traced.
+"""Replaces random operators of PyTorch by the counter-based generator `autoshard::random` while a model is traced.
 
     torch.randn(4, 8), x.normal_(), F.gumbel_softmax, drop-path, ...   ->   autoshard.random(seed, "normal", ...)
 
 A dispatch mode sees each operator below autograd, so derivatives stay PyTorch's own; those of drawn numbers are zero.
-Each draw has a number in the program (its *site*) and a seed that is an input of the program. Draws of more than one
-array use ordinary operators. A permutation sorts random keys. Categories without replacement are those with the largest
-p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the cumulated p exceeds a
-uniform number.
+Each draw has a number in the program (its *site*) and a seed that is an input of the program. Other random operators
+combine such draws by ordinary operators. A permutation sorts random keys. Categories without replacement are those with
+the largest p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the cumulated p
+exceeds a uniform number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RandomSites:
     next_site: int = 0
 
     def take(self) -> int:
-        """Take the number of the next random operator."""
+        """Return the number of the next random operator, and count on."""
         self.next_site += 1
         return self.next_site - 1
 
@@ -52,7 +52,7 @@ SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_r
 
 @contextlib.contextmanager
 def number_random_operators(seed: Tensor) -> Iterator[None]:
-    """Random operators called within use `seed` and are numbered from 0."""
+    """Make random operators within the context use `seed`, with sites numbered from 0."""
     token = SITES.set(RandomSites(seed))
     try:
         with _CounterBased(), drawing_spans(seed.device):
@@ -92,7 +92,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 class _CounterBased(TorchDispatchMode):
-    """Replaces random operators of PyTorch by ours."""
+    """Replaces PyTorch's random operators by those of the counter-based generator while the mode is active."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, in the schema's order, without those irrelevant to its values.
+    """Return the arguments of a call that affect its values, by name, in the schema's order.
 
     Defaults are included, except for types, which the schema has as numbers.
     """
@@ -153,7 +153,15 @@ def _draw(
 def draw_numbers(
     distribution: str, parameters: Sequence[Any], size: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """Numbers of a distribution, as a random operator within `number_random_operators`; complex ones have two parts."""
+    """Draw an array of numbers within `number_random_operators`. A complex number consists of two drawn numbers.
+
+    Args:
+        distribution: name of the distribution: "uniform", "normal".
+        parameters: its parameters.
+        size: shape of the array.
+        dtype: dtype of the array.
+        device: device of the array.
+    """
     if not dtype.is_complex:
         return _draw(distribution, parameters, size, dtype, device)
     return torch.view_as_complex(_draw(distribution, parameters, (*size, 2), dtype.to_real(), device))
@@ -204,7 +212,7 @@ def _like(
     self: Tensor, draw: Callable[..., Tensor], dtype: torch.dtype | None = None, device: Any = None,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:  # fmt: skip
-    """The numbers of `draw` with the strides of an empty tensor like `self`."""
+    """Return the numbers of `draw` with the strides of an empty tensor like `self`."""
     drawn = draw(dtype=dtype or self.dtype, device=device or self.device)
     empty = torch.empty_like(drawn, memory_format=torch.contiguous_format)
     laid = torch.empty_like(self, memory_format=memory_format or torch.preserve_format)
@@ -214,7 +222,7 @@ def _like(
 
 
 def _filled(distribution: str) -> Callable[..., Tensor]:
-    """The draw of an operator that fills `self`. Its other arguments are the distribution's parameters, in order."""
+    """Return the draw of an operator that fills `self`. Its other arguments are the distribution's parameters."""
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
         return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
@@ -223,9 +231,9 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """Draw integers.
+    """Draw integers from `from` to `to`.
 
-    `from` is a Python keyword, so it is in `bounds`; without `to`, the type's largest number is the end.
+    `from` is a Python keyword, so it is in `bounds`. Without `to`, the type's largest number is the end.
     """
     low = bounds.get("from") or 0
     if to is None:
@@ -234,7 +242,7 @@ def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """The largest n for which a type represents all integers up to n."""
+    """Return the largest n for which a type represents all integers up to n."""
     return round(2.0 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
@@ -242,7 +250,7 @@ def _normal(
     self: Tensor | None = None, mean: Any = 0.0, std: Any = 1.0, size: Sequence[int] = (),
     dtype: torch.dtype | None = None, device: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Draw into `self`, of shape `size`, or of the shape of the tensors among `mean` and `std`."""
+    """Draw normal numbers in the shape of `self`, in shape `size`, or in the shape of the tensors `mean` and `std`."""
     if self is not None:
         return _randn(self.shape, self.dtype, self.device, mean, std)
     given = [value for value in (mean, std) if isinstance(value, Tensor)]
@@ -288,7 +296,10 @@ def _rrelu_with_noise(
 
 
 def _of_parameters(operator: Any) -> Callable[..., Tensor]:
-    """The draw of an operator whose parameters are tensors: in the shape of all, in the type of the first."""
+    """Return the draw of an operator whose parameters are tensors.
+
+    The numbers have the broadcast shape of all parameters, and the dtype of the first.
+    """
 
     def draw(**parameters: Tensor) -> Tensor:
         sites = SITES.get()
@@ -319,7 +330,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""Draws by the name of PyTorch's operator, without the underscore of its in-place variant."""
+"""Name of PyTorch's operator, without the underscore of its in-place variant, to a function that draws."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
 """Names of PyTorch's operators that draw by the counter-based generator."""

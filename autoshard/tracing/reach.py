@@ -1,9 +1,9 @@
-"""Gradients that a backward leaves None: the inputs that each output of a call does not reach.
+"""Finds the gradients that a backward leaves None, because autograd does not reach an input from an output.
 
-On one device autograd walks from an output to the parameters behind it. A parameter that it does not reach has no
-gradient; a parameter that it reaches without a contribution has zeros. Autograd's graph of the traced call separates
-the two cases. A Python function may decline to pass a gradient on (`return grad, None`). Its traced backward shows
-this, because no path leads from the tangent to the gradient.
+On one device autograd walks from an output to the parameters behind it. A parameter that autograd does not reach has no
+gradient. A parameter that autograd reaches without a contribution has zeros. Autograd's graph of the traced call
+separates the two cases. A Python function may decline to pass a gradient on (`return grad, None`). Its traced backward
+shows this, because no path leads from the tangent to the gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _Node = Any
 
 
 def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
-    """For each output, the inputs that autograd reaches, if every single-result Python function passes gradients on."""
+    """Return for each output the indices of the inputs that autograd surely reaches from it.
+
+    A Python function with one result may decline to pass a gradient on, so nothing behind it counts as reached. The
+    result is () if fewer than two outputs require grad.
+    """
     if sum(output.requires_grad for output in outputs) < 2:
         return ()
     edges = {i: get_gradient_edge(tensor) for i, tensor in enumerate(inputs) if tensor.requires_grad}
@@ -36,7 +40,7 @@ def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple
 
 
 def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
-    """Add to `found` the inputs behind `root`, and behind all nodes on the way."""
+    """Add `root` and the nodes behind it to `found`, a dict from a node to the indices of inputs that it reaches."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting[-1]
@@ -51,7 +55,7 @@ def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> Non
 
 
 def _may_decline(node: _Node) -> bool:
-    """Whether a node is a Python function of one result, whose backward may return None.
+    """Whether a node is a Python function with one result. The backward of such a function may return None.
 
     A function of several results gets zeros for results without a gradient, and passes zeros on.
     """
@@ -60,19 +64,19 @@ def _may_decline(node: _Node) -> bool:
 
 
 def own_gradients(outputs: Sequence[Tensor]) -> tuple[str, ...]:
-    """Names of the Python functions, not of torch or autoshard, that autograd comes to from outputs."""
+    """Return the names of the user's `torch.autograd.Function` classes in autograd's graph behind the outputs."""
     functions = (getattr(node, "_forward_cls", None) for node in _nodes(outputs) if isinstance(node, BackwardCFunction))
     return tuple({f.__qualname__: None for f in functions if f is not None and not f.__module__.startswith(_LIBRARIES)})
 
 
 def inputs_behind(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs that autograd comes to from any output, by way of Python functions too."""
+    """Return the inputs in autograd's graph behind any of the outputs. Paths through Python functions count too."""
     found = _nodes(outputs)
     return [x for x in inputs if x.requires_grad and get_gradient_edge(x).node in found]
 
 
 def _nodes(outputs: Sequence[Tensor]) -> dict[_Node, None]:
-    """Nodes of autograd's graph behind outputs, in a steady order."""
+    """Return the nodes of autograd's graph behind the outputs, as keys of a dict in a reproducible order."""
     waiting = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
     seen: dict[_Node, None] = dict.fromkeys(waiting)
     while waiting:
@@ -92,13 +96,13 @@ def unreached_gradients(
     gradients: Sequence[tuple[fx.Node, OutputKind, str]],
     reached: Mapping[str, frozenset[str]],
 ) -> dict[str, frozenset[str]]:
-    """For each tangent, the names of inputs without a gradient in a backward from its output alone.
+    """Return for each tangent the names of inputs without a gradient in a backward from the tangent's output alone.
 
     Args:
         graph: the joint graph.
-        inputs: its placeholders.
-        gradients: its results.
-        reached: for each tangent, the inputs that autograd reaches (`reached_inputs`).
+        inputs: its placeholders, each with its slot.
+        gradients: its results, as (node, kind, name).
+        reached: for each tangent, the names of the inputs that autograd surely reaches (`reached_inputs`).
     """
     if len(reached) < 2:
         return {}

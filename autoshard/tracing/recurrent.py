@@ -33,7 +33,7 @@ _State = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class _LayerWeights:
-    """Weights of one layer and direction, in torch's order: w_ih [gates H, I], w_hh, biases or None, w_hr or None."""
+    """Weights of one layer and direction, in torch's order: w_ih [gates * H, I], w_hh, biases or None, w_hr or None."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -42,17 +42,19 @@ class _LayerWeights:
     w_hr: Tensor | None
 
     def both_biases(self) -> Tensor | None:
-        """The sum of both biases. They add to the same gates, since nothing scales the recurrent product."""
+        """Return the sum of both biases. The gates add both, because nothing scales the recurrent product."""
         return None if self.b_ih is None or self.b_hh is None else self.b_ih + self.b_hh
 
 
 _Direction = Callable[[Tensor, _State, _LayerWeights, Tensor | None, bool], tuple[Tensor, _State]]
-"""(x [B, T, I], state, weights, lengths or None, reverse) to (y [B, T, P], last state)."""
+"""Function that runs one layer in one direction. It takes (x [B, T, I], state, weights, lengths or None, reverse), and
+returns (y [B, T, P], last state).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The layers of one call."""
+    """The recurrent layers of one call, with the options of the call."""
 
     direction: _Direction
     layers: int
@@ -63,7 +65,7 @@ class _Stack:
     def run(
         self, x: Tensor, states: Sequence[_State], weights: Sequence[_LayerWeights], lengths: Tensor | None = None
     ) -> tuple[Tensor, list[_State]]:
-        """The last layer's result, and the last state of each layer and direction."""
+        """Return the last layer's result, and the last state of each layer and direction."""
         last, ways = [], 2 if self.bidirectional else 1
         for layer in range(self.layers):
             if layer > 0 and self.train and self.dropout > 0.0:
@@ -108,12 +110,15 @@ def _rnn_direction(relu: bool) -> _Direction:
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Cast to the dtype of the input's product, which is lower under autocast."""
+    """Return the tensors in the dtype of the input's product, which is lower under autocast."""
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
-    """torch's flat list: w_ih, w_hh, b_ih and b_hh if there are biases, w_hr if there are projections."""
+    """Group torch's flat list of weights by layer and direction.
+
+    The list has w_ih and w_hh, then b_ih and b_hh if there are biases, then w_hr if there are projections.
+    """
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
     return [
@@ -147,7 +152,7 @@ def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bo
 
 
 def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's functions for a layer with one state: on a sequence, and on a packed sequence."""
+    """Return torch's two functions for a layer with one state: on a sequence, and on a packed sequence."""
 
     def run(
         x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
@@ -170,7 +175,7 @@ def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[...,
 
 
 def _states(hx: Sequence[Tensor]) -> list[_State]:
-    """hx [layers and directions, B, ...], one or two tensors, as one state for each layer and direction."""
+    """Return one state for each layer and direction. `hx` has one or two tensors [layers * directions, B, ...]."""
     return list(zip(*(tensor.unbind(0) for tensor in hx), strict=True))
 
 
@@ -192,13 +197,13 @@ def _run_packed(
 
 
 def _lengths(batch_sizes: Tensor, batch: int) -> Tensor:
-    """int64 [B]: of how many steps each row consists."""
+    """Return the number of steps of each row of the batch, int64 [B]."""
     rows = torch.arange(batch, device=batch_sizes.device)
     return (batch_sizes > rows.unsqueeze(1)).sum(1)
 
 
 def _unpack(data: Tensor, batch_sizes: Tensor, lengths: Tensor) -> Tensor:
-    """data [N, F] as [B, T, F]; values beyond a row's length are copies of data[0]."""
+    """Return data [N, F] as [B, T, F]; values beyond a row's length are copies of data[0]."""
     steps, rows = (torch.arange(size, device=data.device) for size in (batch_sizes.size(0), lengths.size(0)))
     starts = batch_sizes.cumsum(0) - batch_sizes
     index = starts + rows.unsqueeze(1)  # [B, T]
@@ -206,7 +211,7 @@ def _unpack(data: Tensor, batch_sizes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
-    """The inverse of `_unpack`: padded [B, T, F] as [N, F], N = `rows`."""
+    """Undo `_unpack`: return padded [B, T, F] as [N, F], with N = `rows`."""
     ends = batch_sizes.cumsum(0)
     numbers = torch.arange(rows, device=padded.device)
     step = (ends <= numbers.unsqueeze(1)).sum(1)  # [N]
@@ -215,7 +220,10 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """`torch._pack_padded_sequence`. Reads the longest length and their sum, because shapes depend on them."""
+    """Do `torch._pack_padded_sequence`.
+
+    The longest length and the sum of lengths are read from values, because shapes depend on them.
+    """
     if not bool((lengths[1:] <= lengths[:-1]).all() & (lengths > 0).all()):
         raise ValueError(
             "pack_padded_sequence takes positive lengths in decreasing order; with enforce_sorted=False it sorts them."
@@ -229,7 +237,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """`torch._pad_packed_sequence`. Reads the first of `batch_sizes`, which is the size of the batch."""
+    """Do `torch._pad_packed_sequence`. The batch size, which is the first of `batch_sizes`, is read from values."""
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
@@ -243,7 +251,7 @@ def _pad_packed_sequence(
 
 @contextlib.contextmanager
 def computing_packed_sequences() -> Iterator[None]:
-    """Sequences are packed and padded by indices that are computed: torch's operators read memory to find shapes."""
+    """Pack and pad sequences by computed indices within the context. torch's operators read memory to find shapes."""
     replacements = {"_pack_padded_sequence": _pack_padded_sequence, "_pad_packed_sequence": _pad_packed_sequence}
     for name, replacement in replacements.items():
         setattr(torch._VF, name, replacement)  # found before the module's own attribute
@@ -290,4 +298,4 @@ RECURRENT: dict[OpOverload, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Composite operators of torch, and their replacements during a trace."""
+"""Composite operators of torch to the functions that replace them during a trace."""

@@ -37,7 +37,7 @@ _CROSS_ENTROPY: OpOverload = torch.ops.aten.cross_entropy_loss.default
 
 @contextlib.contextmanager
 def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
-    """Replace the composite definitions of the semantic operators; undone at exit.
+    """Replace the composite definitions of torch's operators by semantic operators within the context.
 
     With `wide_losses`, the cross-entropy of logits in 16 bits is not rounded to 16 bits.
     """
@@ -58,7 +58,7 @@ def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
 
 
 def _drop(x: Tensor, p: float) -> Tensor:
-    """Dropout with 0 < p < 1 by the counter-based generator."""
+    """Drop elements of `x` with probability p, 0 < p < 1, by the counter-based generator."""
     if is_transformed():  # vmap has rules, and a mode of randomness, for the operator that torch draws with
         return x * torch.bernoulli(torch.full_like(x, 1.0 - p)) / (1.0 - p)
     sites = SITES.get()
@@ -76,7 +76,7 @@ def _dropout_(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Whole channels of `x` [N, C, ...] are dropped."""
+    """Drop whole channels of `x` [N, C, ...]."""
     if not train or p == 0.0:
         return x
     channels = torch.ones((*x.shape[:2], *([1] * (x.dim() - 2))), dtype=x.dtype, device=x.device)
@@ -98,7 +98,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention over [..., S, D]; leading dims are brought to [B, H]."""
+    """Compute scaled dot-product attention over [..., S, D]. The leading dims are first brought to [B, H]."""
     if is_causal and attn_mask is not None:
         raise TraceError("scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them.")
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
@@ -129,7 +129,7 @@ def _attention_4d(
 
 
 def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """The leading dims of the result, [..., S, E] without the last two."""
+    """Return the leading dims of the result, which are all but the last two."""
     if enable_gqa:
         return tuple(query.shape[:-2])
     return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
@@ -148,14 +148,14 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _to_four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """[..., S, D] as [B, H, S, D]: a missing head dim is added, more than two leading dims are merged."""
+    """Return [..., S, D] as [B, H, S, D]. A missing head dim is added; more than two leading dims are merged."""
     if len(lead) <= 2:
         return x if x.dim() == 4 else x[(None,) * (4 - x.dim())] if len(lead) == 2 else _one_head(x)
     return x.expand(*lead, *x.shape[-2:]).reshape(-1, lead[-1], *x.shape[-2:])
 
 
 def _one_head(x: Tensor) -> Tensor:
-    """[B, S, D] or [S, D] as [B, 1, S, D]."""
+    """Return [B, S, D] or [S, D] as [B, 1, S, D]."""
     return x.unsqueeze(-3) if x.dim() == 3 else x.unsqueeze(0).unsqueeze(0)
 
 
@@ -168,7 +168,7 @@ def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Te
 
 
 def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand batch and single heads that eager broadcasting would match."""
+    """Expand the batch and single heads to the sizes that eager broadcasting gives."""
     batch = max(q.size(0), k.size(0), v.size(0))
     heads = max(k.size(1), v.size(1))
     q = q.expand(batch, max(q.size(1), heads), -1, -1)
@@ -176,7 +176,7 @@ def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Cross-entropy by `_wide_cross_entropy`, with the result in the type of the logits."""
+    """Compute cross-entropy by `_wide_cross_entropy`, and return it in the dtype of the logits."""
     return _wide_cross_entropy(logits, target, *rest, **options).to(logits.dtype)
 
 
@@ -188,9 +188,9 @@ def _wide_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower.
+    """Compute the cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower.
 
-    Rows go through the semantic operator, the reduction is outside.
+    The semantic operator computes the loss of each row. The reduction follows outside.
     """
     class_dim = 0 if logits.dim() == 1 else 1
     if target.is_floating_point():
@@ -209,7 +209,7 @@ def _wide_cross_entropy(
 def _weighted_rows(
     rows: Tensor, target: Tensor, weight: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each row [N] with class weights [C], and the divisor of its mean."""
+    """Return the loss of each row [N] with class weights [C], and the divisor of its mean."""
     is_counted = target != ignore_index
     safe = torch.where(is_counted, target, 0)
     log_p = F.log_softmax(rows, dim=-1)
@@ -229,7 +229,7 @@ def _soft_cross_entropy(
     label_smoothing: float,
     class_dim: int,
 ) -> Tensor:
-    """Cross-entropy with class probabilities as targets; the mean is over rows."""
+    """Compute cross-entropy with class probabilities as targets; the mean is over rows."""
     if label_smoothing > 0.0:
         target = target * (1.0 - label_smoothing) + label_smoothing / logits.size(class_dim)
     terms = F.log_softmax(logits, dim=class_dim) * target
@@ -248,7 +248,10 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm as one operator forward and one backward. torch has both, but no derivative on all devices."""
+    """RMS norm with one operator for the forward and one for the backward.
+
+    torch has both operators, but no derivative that connects them on all devices.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:
@@ -273,7 +276,7 @@ class _RmsNorm(torch.autograd.Function):
 def _fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Below autograd the operator is kept: NotImplemented is how a decomposition declines."""
+    """Do RMS norm by `_RmsNorm`. Below autograd return NotImplemented, by which a decomposition keeps the operator."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
     return _norm(x, normalized_shape, weight, eps)

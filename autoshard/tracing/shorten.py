@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 KEPT = 2
-"""Blocks of each kind that stay. The second block follows one of its kind, like all later blocks."""
+"""Number of blocks of each kind that stay. The second block follows a block of its kind, like all later blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class BlockList:
     Args:
         path: path of the list ("model.layers").
         kinds: kind of every block of the model, in order; equal blocks have equal numbers.
-        kept: positions, in the whole model, of the short model's blocks, in order.
+        kept: indices, in the whole list, of the blocks that the short model keeps, in order.
     """
 
     path: str
@@ -36,7 +36,7 @@ class BlockList:
 
 @dataclass(frozen=True, slots=True)
 class ShortModel:
-    """A model with fewer blocks, which shares its parameters with the whole model."""
+    """A model with fewer blocks, and a record of its lists of blocks. It shares its parameters with the whole model."""
 
     model: nn.Module
     lists: tuple[BlockList, ...]
@@ -58,7 +58,7 @@ def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
 
 
 def block_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList, tuple[int, ...]]]:
-    """Path, blocks and kinds of each list of blocks; equal blocks have equal numbers."""
+    """Yield (path, blocks, kinds) of each list of blocks. Equal blocks have equal numbers in `kinds`."""
     for path, blocks in _outer_lists(model):
         numbers: dict[object, int] = {}
         counting = _counting_attributes(blocks)
@@ -66,7 +66,7 @@ def block_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList, tuple[in
 
 
 def _outer_lists(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of at least two modules with parameters, outermost first, in the order of the model."""
+    """Yield (path, list) of each outermost module list of two or more entries with parameters, in the model's order."""
     for name, child in model.named_children():
         where = f"{path}.{name}" if path else name
         if isinstance(child, nn.ModuleList) and len(child) > 1 and any(True for _ in child.parameters()):
@@ -86,7 +86,7 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 
 
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
-    """The properties in which equal blocks agree."""
+    """Return the properties in which equal blocks agree: classes, shapes and dtypes of tensors, plain attributes."""
     if block is None:
         return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())
@@ -97,7 +97,7 @@ def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) ->
 
 
 def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
-    """(module, attribute) to value, of all plain attributes of a block's modules."""
+    """Return all plain attributes of a block's modules: (module, attribute) to value."""
     return {
         (name, attribute): value
         for name, module in block.named_modules()
@@ -107,7 +107,7 @@ def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
-    """Attributes that number the blocks, increasing by one from block to block."""
+    """Return the attributes that number the blocks. Their value increases by one from block to block."""
     values = {index: _plain(block) for index, block in enumerate(blocks) if block is not None}
     start = min(values)
     return frozenset(
@@ -118,7 +118,7 @@ def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
 
 
 def with_lists(model: nn.Module, lists: Mapping[str, nn.ModuleList], path: str = "") -> nn.Module:
-    """A shallow copy of a model with other lists at some paths."""
+    """Return a shallow copy of a model with other module lists at some paths."""
     copied = copy.copy(model)
     children: dict[str, nn.Module | None] = {}
     for name, child in model._modules.items():

@@ -1,4 +1,4 @@
-"""Copies a graph without redundant nodes, with small constants spelt out and stable names.
+"""Copies a graph without redundant nodes. Uniform constants become `full` calls, and nodes get stable names.
 
 detach(x), alias(x), lift_fresh_copy(x), expand or view to the shape it has, t(t(x))   ->   x
 cat([x, an empty tensor])                                                             ->   x
@@ -38,7 +38,7 @@ _PREFIXES = {
 
 
 class Copier:
-    """Builds the simplified copy of a graph, node by node."""
+    """Builds a simplified copy of a graph, node by node, with the entries `kept_meta` of the metadata."""
 
     def __init__(self, source: fx.GraphModule, kept_meta: tuple[str, ...]) -> None:
         self._source = source
@@ -50,17 +50,17 @@ class Copier:
         self.graph = self.graph_module.graph
 
     def node(self, original: fx.Node) -> fx.Node:
-        """The copy of `original`, or its replacement."""
+        """Return the copy of `original`, or the node that replaces it."""
         return self._copies[original]
 
     def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
-        """Copy a placeholder, named after its slot."""
+        """Copy a placeholder under the name of its slot."""
         name = "_".join(part for part in (_PREFIXES[slot.kind], re.sub(r"\W", "_", slot.name)) if part)
         copy = self.graph.create_node("placeholder", name, (), {}, name=name)
         return self._remember(node, copy)
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """Copy a node, or find its replacement."""
+        """Copy a node, or find the node that replaces it. Return the copy or the replacement."""
         if node.op == "get_attr":
             return self._remember(node, self._copy_constant(node))
         same = self._same_as(node)
@@ -102,7 +102,7 @@ class Copier:
         return copy
 
     def finish(self, results: tuple[fx.Node, ...]) -> None:
-        """Close the graph, and remove unused nodes."""
+        """Close the graph with its results, and remove unused nodes."""
         self.graph.output(results)
         used = set(results)
         for node in reversed(self.graph.nodes):
@@ -120,7 +120,7 @@ class Copier:
         return copy
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
-        """The copied node with the same value, if `node` is redundant."""
+        """Return the copied node with the same value if `node` is redundant, else None."""
         args: Any = node.args
         if node.target in _IDENTITIES or (node.target is _ATEN.clone.default and self._only_returned(node)):
             return self.node(args[0])
@@ -174,7 +174,7 @@ def _is_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """The dims of the operand of `as_strided` in the order of their memory, if they fill it.
+    """Return the dims of the operand of `as_strided`, the dim with the largest stride first, if they fill their memory.
 
     None for other calls, for operands of one dim, and for memory with gaps or overlaps.
     """
@@ -187,7 +187,7 @@ def _memory_order(node: fx.Node) -> list[int] | None:
 
 
 def _base_name(node: fx.Node) -> str:
-    """A name without the number from tracing."""
+    """Return the name of a node's operator, without the number that tracing appends."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
@@ -195,13 +195,13 @@ def _base_name(node: fx.Node) -> str:
 
 
 def _with_input_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of a batch norm's backward with the input's gradient requested, since its fake always returns it."""
+    """Return the operands of a batch norm's backward with the input's gradient requested: its fake always has one."""
     *operands, asked = args
     return (*operands, [True, *asked[1:]])
 
 
 def _without_empty(operands: Any) -> list[fx.Node]:
-    """The operands of a concatenation without empty one-dim operands, which torch skips."""
+    """Return the operands of a concatenation without empty operands of one dim, which torch skips."""
     kept = [operand for operand in operands if tuple(operand.meta["val"].shape) != (0,)]
     return kept or list(operands)
 

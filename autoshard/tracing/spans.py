@@ -23,7 +23,7 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
-    """Replace the function by `draw_spans` in all Python modules that have it, within the context."""
+    """Replace transformers' `_compute_mask_indices` by `draw_spans` within the context, in all loaded modules."""
     namespaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     places = [each for each in namespaces if _NAME in each and _draws_spans(each[_NAME])]
     saved = [place[_NAME] for place in places]
@@ -49,17 +49,17 @@ def draw_spans(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Draw a mask [N, L] of spans at random places; spans may overlap.
+    """Draw a bool mask [N, L], true in spans at random places; spans may overlap.
 
     Args:
-        shape: N, L.
+        shape: (N, L), the number of sequences and their padded length.
         mask_prob: the share of a sequence that spans would cover without overlap. A fractional number of spans is
             rounded up with the probability of its fraction, for all sequences of the batch together.
         mask_length: length of each span.
         attention_mask: [N, L]; its number of ones is a sequence's length, within which spans lie. A sequence too short
             for a span is masked at its last place, which is padding.
         min_masks: least number of spans of a sequence.
-        device: device of the mask, without `attention_mask`.
+        device: device of the mask. With `attention_mask`, the mask is on its device.
     """
     batch, length = shape
     if not 1 <= mask_length <= length:

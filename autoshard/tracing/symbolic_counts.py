@@ -1,8 +1,8 @@
-"""Numbers of rows that depend on values, as symbols of a trace; `bounded` later turns them into sizes.
+"""Numbers of rows that depend on values, as symbols of a trace. `bounded` later turns the symbols into sizes.
 
-`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. The number is a symbol without a value,
-which all shapes carry. PyTorch records the questions about it, and Python that compares it gets the value of the
-example.
+`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. This number is a symbol without a value,
+which appears in all derived shapes. Python code that compares the number gets the answer for the example, and PyTorch
+records the comparison.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 aten = torch.ops.aten
 
 Nonzero = Callable[[Tensor], Tensor]
-"""`aten.nonzero`, with its number of rows recorded."""
+"""Function that computes `aten.nonzero` of a mask, and records the number of rows as a symbol."""
 
 
 class ValueUnavailableError(Exception):
-    """A value is read from a tensor that depends on a tensor without values."""
+    """A value is read from a tensor that has no known values."""
 
 
 class UnboundedSizeError(Exception):
-    """A program's use of a tensor of unknown size may be wrong with a bounded size."""
+    """A program may be wrong if a size that depends on values is replaced by its upper bound."""
 
 
 def new_environment() -> ShapeEnv:
-    """The environment of symbols for numbers of rows; a read value makes no symbol."""
+    """Return torch's environment of symbols. Numbers of rows become symbols, values that are read do not."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
 
 
@@ -57,7 +57,7 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
 }
-"""Operator to a function that performs the call with `nonzero`."""
+"""Operator to a function (nonzero, *args) that performs the call with `nonzero`."""
 
 
 @dataclass(slots=True)
@@ -66,6 +66,8 @@ class SymbolicCounts:
 
     Args:
         environment: torch's environment of symbols.
+        masks: symbol to the mask whose ones it counts.
+        numbers: symbol to its value in the example, if known.
     """
 
     environment: ShapeEnv
@@ -73,7 +75,10 @@ class SymbolicCounts:
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def add(self, mask: Tensor, places: Tensor, number: int | None) -> None:
-        """Record the places of a mask's ones, and their number in the example, if known."""
+        """Record the symbol for the number of rows of `places`, the indices of a mask's ones.
+
+        `number` is the number of rows in the example, if known.
+        """
         size: Any = places.shape[0]
         symbol: Any = sympy.sympify(size) if isinstance(size, int) else size.node.expr
         if not symbol.is_Symbol:
@@ -86,7 +91,7 @@ class SymbolicCounts:
             known(symbol, number)
 
     def computed(self, expressions: Sequence[Any]) -> list[Tensor]:
-        """Whether each expression holds, as a traced tensor.
+        """Return a traced bool tensor for each expression, which says in later calls whether the expression holds.
 
         Raises:
             ValueUnavailableError: the example does not decide whether an expression holds.
@@ -103,7 +108,7 @@ class SymbolicCounts:
         return [_compute(expression, counts) for expression in expressions]
 
     def assumed(self) -> list[Any]:
-        """Assumptions of Python or torch about the numbers so far."""
+        """Return the expressions in numbers of rows that Python code or torch assumed to hold so far."""
         by_symbol = self.environment.deferred_runtime_asserts
         expressions = [item.expr for symbol in self.masks for item in by_symbol.get(symbol, ())]
         return [expression for expression in expressions if not self._always_holds(expression)]
@@ -125,7 +130,7 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 def _compute(expression: Any, counts: Mapping[Any, Tensor]) -> Any:
-    """An expression of symbols, computed from tensors."""
+    """Return the value of an expression of symbols, computed from the tensors of the symbols."""
     if expression.is_Integer:
         return int(expression)
     if expression in counts:

@@ -1,4 +1,4 @@
-"""`trace`: from a model and example inputs to a `Program`, by the first rung that works.
+"""`trace` turns a model and example inputs into a `Program`, by the first of three ways of tracing that works.
 
 1. The plain call, run on fake tensors through AOTAutograd's export (`joint`).
 2. The same with values beside the tensors, if the model reads values from them (`concrete`). First the inputs have
@@ -51,7 +51,7 @@ from autoshard.tracing.update import append_update
 _LOGGER = logging.getLogger(__name__)
 
 LendValues = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
-"""Makes a context within which a model holds the values of its parameters."""
+"""Function that makes a context in which a model holds the values of its parameters."""
 
 
 def trace(
@@ -88,7 +88,7 @@ def trace(
         all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim outputs
             that require grad) get tangents if the model has any, and all other outputs are detached.
         update: the optimizer's update. The program is then that of the whole training step.
-        compute_dtype: type of computation for wider parameters and inputs, by `tracing.precision`.
+        compute_dtype: type of computation for wider parameters and inputs, as in `tracing.precision`.
         seed: seed of random operators, for models that read values which depend on random numbers.
         device: assumed device of tensors on meta; default: that of the first other tensor.
         values: context in which parameters on meta have their values. Entered only if the model reads values of its
@@ -107,8 +107,8 @@ def trace(
         The program, in the form of `autoshard.ir.program`.
 
     Raises:
-        TraceError: the call cannot be captured, with the reason of each rung; or the model computes with a number that
-            each call changes.
+        TraceError: the call cannot be captured, with the reason of each way of tracing; or the model computes with a
+            number that each call changes.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     call = take_apart(args, kwargs)
@@ -144,7 +144,7 @@ def trace(
 
 
 def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: LendValues) -> JointGraph:
-    """The graph of the first rung that works."""
+    """Return the joint graph of the first way of tracing that works."""
     failures: list[tuple[_Rung, Exception]] = []
     for rung in _RUNGS:
         if failures and not rung.helps_with(failures[-1][1]):
@@ -193,7 +193,7 @@ def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceO
 
 
 def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
-    """Export with bounded sizes. Failures of bounded sizes alone are no errors of the model."""
+    """Export with bounded sizes. An error that bounded sizes alone cause becomes `UnboundedSizeError`."""
     try:
         return export_joint(model, call, replace(options, known=known, symbolic=True))
     except (TraceError, UnboundedSizeError):
@@ -244,8 +244,13 @@ def _is_other(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Rung:
-    """One way to capture a call, the errors of the previous rung that it helps with, and whether it reads
-    parameters.
+    """One way of tracing.
+
+    Args:
+        name: words for messages.
+        capture: makes the joint graph of a call.
+        helps_with: whether it may work after this error of the previous way.
+        needs_values: whether it reads the values of parameters.
     """
 
     name: str
@@ -293,7 +298,7 @@ def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> Trace
 
 
 def _way_out(place: tuple[str, nn.Module] | None, where: str) -> str:
-    """Advice; a norm that sees one value of each channel, which has no variance, has its own."""
+    """Return advice after an error. A norm in training that sees one value of each channel has advice of its own."""
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
         return "In training it needs several values of each channel: pass a larger batch, or call .eval()."
     first = "Call the model with these inputs on one device first."

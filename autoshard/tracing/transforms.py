@@ -1,6 +1,7 @@
 """Semantic operators under `torch.func` (`vmap`, `grad`, `jvp`, `hessian`) and forward-mode differentiation.
 
-A transform processes a call operator by operator, and has no rule for ours. Under it, composites replace them.
+A transform has a rule for each operator of torch, and none for semantic operators (`autoshard::*`). Under a transform,
+the composite of a semantic operator runs instead: its definition in operators of torch.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from autoshard.kernels.library import composite_of
 
 
 def call_operator(overload: OpOverload, *args: Any) -> tuple[Tensor, ...]:
-    """A semantic operator's results; under a transform its composite's differentiable results."""
+    """Call a semantic operator, and return its results. Under a transform, call its composite instead."""
     return composite_of(overload)(*args) if is_transformed() else overload(*args)
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func`, or forward-mode differentiation, is at work."""
+    """Whether the code runs under a transform of `torch.func`, or under forward-mode differentiation."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -1,8 +1,9 @@
-"""Append the update of an optimizer to a traced program: clipping, new parameters, new state.
+"""Appends the update of an optimizer to a traced program: clipping, new parameters, new state.
 
-Before → after: parameters, ..., gradients become
+Before → after, with inputs on the left of each line and results on the right:
 
-    parameters, ..., state, hyper-parameters → ..., updated parameters, updated state
+    parameters, inputs ↦ outputs, gradients
+    parameters, inputs, state, hyper-parameters ↦ outputs, updated parameters, updated state
 
 1. With a limit on the gradients' norm, the scale is min(1, limit / (norm + 1e-6)) of the norm over all gradients, as in
    `torch.nn.utils.clip_grad_norm_`.
@@ -36,13 +37,13 @@ _DROPPED = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
 
 
 def append_update(program: Program, update: Update, *, of_stage: bool = False) -> Program:
-    """Return the program of the whole step; its graph is `program`'s, extended.
+    """Return the program of the whole step. The graph of `program` is extended in place.
 
     Args:
         program: a joint program with gradients, as traced.
         update: the optimizer's update.
-        of_stage: the program is a stage of a pipeline. With clipping, it returns the summed squares of its own
-            gradients, and takes those of all stages (`InputKind.SQUARES`).
+        of_stage: whether the program is a stage of a pipeline. With clipping, a stage returns the sum of squares of its
+            own gradients, and takes the sum over all stages (`InputKind.SQUARES`).
     """
     return _Appending(program, update, of_stage).run()
 
@@ -81,14 +82,14 @@ class _Appending:
         return replace(self.program, inputs=tuple(self.inputs), outputs=tuple(kept))
 
     def _squares(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
-        """The summed squares of all gradients, a scalar; None without clipping."""
+        """Return the sum of squares of all gradients, a scalar; None without clipping."""
         if self.update.max_grad_norm is None or not gradients:
             return None
         squares = [self._call(_autoshard.sum_of_squares.default, node, of=name) for name, node in gradients.items()]
         return functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
 
     def _scale(self, total: fx.Node) -> fx.Node:
-        """The scale of all gradients, a scalar."""
+        """Return the factor that clips all gradients, a scalar, from the sum of squares `total`."""
         limit = self.update.max_grad_norm
         norm = self._call(_aten.sqrt.default, total)
         ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
@@ -98,7 +99,7 @@ class _Appending:
         return self._call(_aten.add.Tensor, norm, _EPSILON)
 
     def _updates(self, gradients: dict[str, fx.Node], scale: fx.Node | None) -> Iterator[tuple[OutputSlot, fx.Node]]:
-        """The results of the update, parameter by parameter in the order of the model."""
+        """Yield the results of the update, parameter by parameter in the order of the model."""
         groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes_by_name()
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
@@ -115,7 +116,7 @@ class _Appending:
                 yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
 
     def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """The updated parameter, then its updated state."""
+        """Return the updated parameter, then its updated state."""
         call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
         if not rule.state:
             return [call]
@@ -135,7 +136,7 @@ class _Appending:
         return self._placeholder(InputKind.STATE, state_slot(state, name), self.values[key])
 
     def _placeholder(self, kind: InputKind, slot_name: str, value: Tensor) -> fx.Node:
-        """Add an input after all others."""
+        """Add an input after all other inputs."""
         graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
         with graph.inserting_after(self.values.get("last") or self.program.nodes_by_name()[self.inputs[-1].node]):
             node = graph.create_node("placeholder", name, (), {}, name=name)
@@ -145,7 +146,7 @@ class _Appending:
         return node
 
     def _call(self, target: Any, *args: Any, of: str = "") -> fx.Node:
-        """A call of the update, for the parameter `of`."""
+        """Emit a call of the update, attributed to the module of the parameter `of`."""
         node = self.program.graph.call_function(target, args)
         module = of.rpartition(".")[0]
         node.meta = {"phase": "update", "module": module, "source": f"{self.update.optimizer}.step"}
@@ -153,7 +154,7 @@ class _Appending:
         return node
 
     def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """The fake value of a call; calls on operands of the same form share it."""
+        """Return the fake value of a call. Calls on operands of equal shape, strides, dtype and device share it."""
         values = fx.map_arg(args, lambda node: node.meta["val"])
         if target is operator.getitem:
             return values[0][values[1]]
@@ -168,5 +169,5 @@ def _form(value: Tensor) -> tuple[Any, ...]:
 
 
 def _module(node: fx.Node) -> str:
-    """A name in the module of a node."""
+    """Return the path of a node's module and a dot, for use as a parameter's name in `_call`."""
     return f"{node.meta['module']}."

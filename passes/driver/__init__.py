@@ -1,1 +1,1 @@
-"""Compile, plan and verify a user's call by the passes."""
+"""Run `autoshard.compile`, `plan`, `price`, `prove` and `verify`: call the other passes in order."""

@@ -1,4 +1,4 @@
-"""Alike stages of a pipeline share one plan, each under its own names.
+"""Alike stages of a pipeline share one plan, which is renamed for each of them.
 
 Two stages are alike if their graphs are equal node by node: the same calls at the same places, on values of the same
 shapes. Their slots have the same kinds and the same requirements. Names of nodes, parameters and crossing values may
@@ -23,15 +23,15 @@ from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 
 Asked = Callable[[str], Hashable]
-"""Name of a slot to the requirements on its value."""
+"""A function from a slot's name to the requirements on its value: its constraints, and the spec that it already has."""
 
 
 def form_of(stage: Program, asked: Asked) -> str:
-    """Return a short hash that alike stages share.
+    """Return a short hash of a stage, which is equal for alike stages.
 
     Args:
-        stage: the stage as cut, with its update.
-        asked: see `Asked`.
+        stage: the stage's program after the cut, with its update.
+        asked: the requirements on each slot, see `Asked`.
     """
     return hashlib.sha256("\n".join(_lines(stage, asked)).encode()).hexdigest()
 
@@ -60,11 +60,11 @@ def _slot_form(name: str, kind: str, asked: Asked) -> tuple[Hashable, ...]:
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """Return the plan of a stage, from the plan of an alike stage.
+    """Return the plan of a stage, made from the plan of an alike stage by a change of names.
 
     Args:
         plan: the plan of `alike`.
-        alike, stage: programs of alike stages, as cut.
+        alike, stage: programs of alike stages after the cut.
     """
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
@@ -87,7 +87,10 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
 
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
-    """Return the program of an alike stage with the names of a stage's own slots; its graphs are the same objects."""
+    """Return the lowered program of a stage, made from that of an alike stage by a change of its slots' names.
+
+    The graphs are not copied.
+    """
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
     inputs = tuple(_named(slot, taken[slot.slot.kind.value, slot.slot.name]) for slot in lowered.inputs)
@@ -114,12 +117,15 @@ def _brought(item: _Brought, names: Mapping[str, str], modules: Mapping[str, str
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Map each node of an alike program to the node at its place."""
+    """Return, for the name of each node of a program, the name of the node at the same place in an alike program."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Map kind and name of each input slot to the name at its place, and each result's key to the key at its place."""
+    """Return two dicts that map the slots of `alike` to the slots at the same places of `stage`.
+
+    The first maps kind and name of an input to its name. The second maps the key of a result ("output 0") to its key.
+    """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}
     return taken, given

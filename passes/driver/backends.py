@@ -1,4 +1,4 @@
-"""Backends: the engines that run a rank's graphs, and the rewrites that they need."""
+"""Backends of `compile`: the functions that rewrite or compile the graphs of a rank before they run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _WITH_KERNELS = ("inductor", "triton")
 
 
 def has_kernels(backend: str, device: torch.device) -> bool:
-    """Whether programs have kernels; on a CPU only in Triton's interpreter."""
+    """Whether a backend's programs have Triton kernels on a device.
+
+    On a CPU they have them only in Triton's interpreter.
+    """
     return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """Return the function that rewrites a rank's graphs before processes run them."""
+    """Return the function that compiles a graph of a rank to a callable, or None if graphs run as they are."""
     if backend != "inductor":
         return None
 
@@ -35,21 +38,26 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
 
 
 def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """Check a graph for `DistributedEngine`."""
+    """Raise `VerificationError` if the graph `after`, which writes over its inputs, computes other results than
+    `before`.
+
+    `written` maps the index of a result to the index of the placeholder that it is written over.
+    """
     verify_in_place(before, after, written)
 
 
 def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """Return the passes over a graph that writes over parameters."""
+    """Return the function that runs the last passes over a graph whose results are written over parameters."""
     options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
     return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """Return the CUDA graphs from which a step's passes are launched, or None without `cuda_graph`.
+    """Return an empty store of CUDA graphs for the forward, backward and update of a step, or None without
+    `cuda_graph`.
 
     Raises:
-        NotAvailableError: CUDA graphs do not support the call; the message names the reason and the way out.
+        NotAvailableError: CUDA graphs do not support the call. The message names the reason and the way out.
     """
     if not cuda_graph:
         return None

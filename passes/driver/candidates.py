@@ -1,4 +1,4 @@
-"""The candidates for a step: meshes, stages and micro-batches, within a recipe or free."""
+"""The candidate layouts of a training step: mesh, stages and number of micro-batches, with a recipe or without."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from passes.search.search_recipes import NOTHING, FoundRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One candidate way to run a step.
+    """One layout of a step, for which specs are searched.
 
     Args:
-        meshes: the fastest of these is kept; a pipeline has one.
+        meshes: specs are searched on each of these meshes, and the fastest plan is kept. A pipeline has one mesh.
         micro_batches: number of micro-batches in a step.
         recipe: restricts the plan; None: no restriction.
-        proposal: the recipe that proposed the mesh.
-        is_spare: planned only if no candidate before it has a plan.
-        is_for_memory: planned only if each plan before it recomputes or offloads.
-        exact: the whole recipe. The candidate is planned within it if the time budget cuts the search, and the step is
-            longer than `slowest_s`.
-        slowest_s: see `exact`.
+        proposal: the recipe by which the outer search proposed the mesh.
+        is_spare: whether it is planned only if no earlier candidate has a plan.
+        is_for_memory: whether it is planned only if each earlier plan recomputes or offloads values.
+        exact: the proposed recipe with all its fields. If the time budget cuts the search, and the step is longer than
+            `slowest_s`, the candidate is planned again within this recipe.
+        slowest_s: seconds of a step, see `exact`.
     """
 
     meshes: Sequence[Mesh]
@@ -63,16 +63,16 @@ class Candidate:
 
 
 _MOST_COUNTS = 3
-"""Numbers of micro-batches of a pipeline to try if the number is free."""
+"""The largest number of different micro-batch counts to try for a pipeline, if the count is free."""
 
 
 def candidates_of(
     recipe: Recipe, meshes: Sequence[Mesh], global_batch: int, micro_batches: int | None = None
 ) -> list[Candidate]:
-    """Return the candidates within a recipe, the fewest micro-batches first; `micro_batches` fixes their number.
+    """Return the candidates within a recipe, with the fewest micro-batches first. `micro_batches` fixes their number.
 
-    Without stages the number rises until a plan neither recomputes nor offloads. A pipeline is planned with a few
-    numbers, multiples of its ranks if possible.
+    Without stages, candidates with more micro-batches are planned only until a plan keeps all values. A pipeline has a
+    few numbers of micro-batches, which are multiples of its ranks if possible.
 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
@@ -94,23 +94,26 @@ def candidates_of(
 
 
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
-"""Fields that the search over specs decides at its own prices, unless constraints do."""
+"""Fields of a recipe that the search over specs decides by its own prices, unless constraints decide them."""
 
 _MOST_SHAPES, _NEAR, _NEAR_IF_SAVING, _SLOW = 3, 1.05, 1.5, 1.5
-"""Limits of planning: the number of planned recipes, and their slowdown against the fastest recipe. The third is this
-slowdown for recipes that recompute or offload. The last is a plan's slowdown against its recipe after a search that
-time cut.
+"""Limits of planning, in order: the number of planned recipes, and three ratios of step times.
 
-A plan recomputes single values, a recipe whole blocks. For example, a Llama-3 8B on 64 H100s had 60 %
-of a device's memory. There the plan of a recipe priced 15 % slower was 14 % faster.
+A recipe is planned if its step takes at most `_NEAR` times as long as the fastest recipe's. If it has no stages and
+recomputes or offloads, the ratio is `_NEAR_IF_SAVING`, because a plan recomputes single values, and a recipe whole
+blocks. For example, a Llama-3 8B had 60 % of the memory of 64 H100s. The plan of a recipe that was priced 15 % slower
+was 14 % faster. If the time budget cut a search, its plan may take `_SLOW` times as long as its recipe.
 """
 
 _AXES_IN_TIME = 2
-"""Number of mesh axes on which all specs are searched in time; on more axes the recipe restricts them."""
+"""The number of mesh axes for which a search over all specs is fast enough.
+
+On more axes the recipe restricts the specs.
+"""
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
-    """Return a recipe without the fields that the search over specs decides; `fixed` fields stay."""
+    """Return a recipe without the fields that the search over specs decides. Fields in `fixed` stay."""
     names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
     return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)
 
@@ -122,15 +125,15 @@ def candidates_found(
     global_batch: int,
     saving: FoundRecipe = NOTHING,
 ) -> Iterator[Candidate]:
-    """Return the candidates of the recipes that the outer search found, the fastest first.
+    """Return the candidates for the recipes that the outer search found, the fastest recipe first.
 
-    Stages of only one recipe are planned, unless it has no plan.
+    Only one recipe with stages is planned, unless it has no plan.
 
     Args:
         found: recipes, each with its price.
-        fixed: fields that constraints decide.
+        fixed: the fields that constraints decide, with their allowed values.
         cluster, global_batch: arguments of the call.
-        saving: the fastest recipe that recomputes blocks; planned only if memory is short.
+        saving: the fastest recipe that recomputes all blocks. It is planned only if memory is short.
     """
     shapes: dict[Recipe, tuple[Recipe, float]] = {}
     for each in sorted([*found, saving], key=lambda each: each.objective):
@@ -169,12 +172,16 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first few possible numbers of micro-batches; multiples of a pipeline's ranks come first."""
+    """Return the first few numbers of micro-batches that are multiples of a pipeline's ranks, or else the largest."""
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Map numbers of micro-batches, the fewest first, to the meshes that can run them."""
+    """Return, for each possible number of micro-batches, the meshes that can run it. The smallest number is first.
+
+    Raises:
+        RecipeError: no mesh runs whole micro-batches of the batch.
+    """
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
         for parts in _micro_batches(mesh, recipe, global_batch):
@@ -202,13 +209,13 @@ def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[in
 
 
 def _replicas(mesh: Mesh) -> int:
-    """Number of ranks along the axes of replicas."""
+    """Return the number of ranks along the axes that split the batch."""
     sizes = dict(mesh.axes)
     return sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1)
 
 
 def with_batch(request: Request, size: int) -> Request:
-    """Return the call with `size` sequences: its first sequences, or all of them repeated."""
+    """Return the call with `size` sequences: its first sequences, or all its sequences repeated."""
     if size == batch_of(request.args, request.kwargs):
         return request
 
@@ -222,7 +229,11 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the size of dim 0 that the tensors of a call share."""
+    """Return the size of dim 0 that all tensors of a call share.
+
+    Raises:
+        TraceError: the tensors have several sizes there, or none.
+    """
     size = batch_size(args, kwargs)
     if size is None:
         raise TraceError(

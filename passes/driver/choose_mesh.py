@@ -1,4 +1,4 @@
-"""Choose the mesh of a cluster for a model, if the user gives no mesh."""
+"""Choose the mesh when the user compiles for a cluster, and not for a mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from passes.driver.planner import Planner
 
 
 def choose_mesh(call: Call, cluster: Cluster, planner: Planner, update: Update | None) -> tuple[Planner, Mesh]:
-    """Return the mesh for a model on a cluster, and a planner that keeps the plan made for it."""
+    """Return a planner with the fastest plan of a call on a cluster, and the plan's mesh. The first rank plans for all
+    ranks.
+
+    A given plan (`planner.fixed`) decides the mesh without a search.
+
+    Raises:
+        MeshError: the call has no example inputs, or the run has another number of processes than the cluster has
+            devices.
+    """
     if planner.fixed is not None:
         return planner, planner.fixed.mesh
     if call.example_inputs is None:

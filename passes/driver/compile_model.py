@@ -1,4 +1,4 @@
-"""`autoshard.compile`: from the checked arguments to a module, or a training step, that runs on a mesh."""
+"""`autoshard.compile`: make a module, or a training step, that runs on a mesh, from the checked arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from passes.verification.verify_schedule import verify_schedule
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
-    """Return the model, made to run on all ranks of a mesh, see `autoshard.compile`."""
+    """Return the model in a form that runs on all ranks of a mesh, see `autoshard.compile`.
+
+    The result is a training step if the call has an optimizer, and otherwise a module.
+    """
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
     assert not isinstance(optimizer, str), "it was checked"
@@ -104,7 +107,11 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Raise `NotAvailableError` if the size of a micro-batch does not determine their number."""
+    """Check that the size of a micro-batch in the recipe decides the number of micro-batches.
+
+    Raises:
+        NotAvailableError: the batch is unknown, or the call gives the number too, or has no optimizer.
+    """
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:
         return
@@ -120,14 +127,14 @@ def _check_micro_batch(call: Call) -> None:
 
 
 def _micro_batches(call: Call, mesh: Mesh) -> int | None:
-    """Return the number of micro-batches of the call or its recipe; None if neither gives it."""
+    """Return the number of micro-batches that the call or its recipe gives; None if neither does."""
     if call.recipe is None or call.recipe.micro_batch is None:
         return call.micro_batches
     return next(iter(by_micro_batches([mesh], call.recipe, batch_of(*call.inputs))))
 
 
 def _device_of(call: Call) -> torch.device:
-    """Return the model's device. For a model on meta it is the mesh's device, or torch's default device."""
+    """Return the device of a model's tensors. For a model on meta it is the mesh's device, or else torch's default."""
     tensors = (*call.model.parameters(), *call.model.buffers())
     found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if found is not None:

@@ -1,9 +1,10 @@
-"""Expand a plan of a program with blocks left out (`autoshard.ir.repeat`) to the program of the whole model.
+"""Expand the plan of a program with left-out blocks (`autoshard.ir.repeat`) to a plan of the whole model's program.
 
-Every node of the whole program is matched with a node of the short program. A node of a left-out block is matched with
-the node at the same place of the unit that stands for it. Every other node is matched with itself. Matched nodes make
-the same call at the same place of their modules, and their operands are matched too. Then the plan of a node is the
-plan of its match.
+A run of equal blocks is cut into *units*. The short program lacks the inner units of a run, and the first unit behind
+the gap stands for them. Every node of the whole program is matched with a node of the short program. A node of a
+left-out unit is matched with the node at the same place of the unit that stands for it. Every other node is matched
+with itself. Matched nodes make the same call at the same place of their modules, and their operands are matched too.
+Then the plan of a node is the plan of its match.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from passes.strategies.fold_blocks import module_paths
 from passes.strategies.repeated import NotAlikeError
 
 _Unit = tuple[int, int]
-"""A repeat's position and the first block of a unit; (-1, 0) outside of units."""
+"""The index of a repeat, and the number of the first block of one of its units. Nodes outside of units have (-1, 0)."""
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of the whole program of a call; `plan` itself if it leaves out nothing.
+    """Return the plan of the whole program of a call. A plan without left-out blocks is returned unchanged.
 
     Args:
         plan: the plan of the call.
         program: the whole program, as traced.
         request: the call.
-        trace: traces the call.
+        trace: a function that traces a call.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
@@ -58,11 +59,11 @@ def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[
 
 
 def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
-    """Return the plan of the whole program.
+    """Return the plan of the whole program, from the plan of the program with left-out blocks.
 
     Args:
         plan: the plan of `short`.
-        short, whole: prepared programs of a call of the model, without some blocks and with all.
+        short, whole: programs of one call after `prepare`, without some blocks and with all blocks.
 
     Raises:
         NotAlikeError: the programs differ in more than repeated blocks.
@@ -78,7 +79,7 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
 
 
 def _running(plan: Plan, prepared: Program) -> Program:
-    """Return a prepared program with the values that a plan recomputes and offloads."""
+    """Return a prepared program with nodes that recompute or fetch the values that a plan recomputes or offloads."""
     return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
 
 
@@ -86,7 +87,13 @@ _Brought = TypeVar("_Brought", bound=BroughtBack)
 
 
 class _NodeSpot(NamedTuple):
-    """The position of a node: its repeat, the first block of its unit, and its place in the unit."""
+    """The position of a node in repeated blocks.
+
+    Args:
+        repeat: the index of its repeat.
+        first: the number of the first block of its unit.
+        place: its index among the nodes of its unit.
+    """
 
     repeat: int
     first: int
@@ -95,13 +102,20 @@ class _NodeSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ExpandedRecompute:
-    """Expand restored values: each left-out unit restores the same values, as many units further on."""
+    """Expand the recomputed and offloaded values of a plan to all units.
+
+    A left-out unit restores the same values as the unit that stands for it. Each value is restored just before some
+    node. If that node is in another unit of the run, the distance between the two units stays the same.
+    """
 
     short: Program
     whole: Program
 
     def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
-        """Return the values that the whole program restores, in its order."""
+        """Return the values of the whole program to recompute or offload, in the program's order.
+
+        `items` are those of the short program.
+        """
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
@@ -125,7 +139,7 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Map each node of the whole program to its match in the short program.
+    """Return, for the name of each node of the whole program, the name of its match in the short program.
 
     Raises:
         NotAlikeError: some node has no match.
@@ -143,7 +157,7 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """Group the nodes of a program by unit, in order, each with a key that matched nodes share."""
+    """Return the nodes of a program by unit, in order, each with a key that is equal for matched nodes."""
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -155,7 +169,7 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """Return the unit of a path, and the path in the unit that stands for it."""
+    """Return the unit of a module's path, and the same path in the unit that stands for it."""
     for number, repeat in enumerate(repeats):
         found = repeat.unit(path)
         if found is not None:
@@ -164,7 +178,11 @@ def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
 
 
 def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
-    """Check that matched nodes read matched nodes, or nodes at the same place of another unit."""
+    """Check that matched nodes read matched nodes, or nodes at the same place of another unit.
+
+    Raises:
+        NotAlikeError: the operands differ.
+    """
     places, nodes = _places(short), short.nodes_by_name()
     for node in whole.graph.nodes:
         if node.op != "call_function":
@@ -176,13 +194,13 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Map each node to its place in its unit; a node outside of units to itself."""
+    """Return, for each node, its repeat and its place in its unit; for a node outside of units its name."""
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Return the positions of nodes in repeated units: left-out units, and the units kept at each end."""
+    """Return the positions of the nodes in repeated units: in left-out units, and in the two units kept at each end."""
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}
     for name, path in module_paths(program).items():

@@ -1,16 +1,18 @@
-"""Lowers the choices that a search found, and takes the choice with the shortest predicted step.
+"""Lower the best choices of strategies that a search found, and take the choice with the shortest predicted step.
 
 The search adds up the prices of all operators and collectives. Lowering puts collectives into buckets and hides buckets
 behind computation, in some plans more than in others. Recomputed collectives gain nothing from this. So the lowered
 programs decide:
 
 1. The search's own choice is lowered.
-2. Each other choice gets a rough step time: the sum of its prices, scaled. By the same scale, the search's own choice
-   has its predicted step.
-3. Choices whose rough step is near the fastest step are lowered, the shortest rough step first.
-4. The plan is the lowered program with the shortest step.
+2. Each other choice gets a rough step time: the sum of its prices, scaled. The scale makes the rough step of the
+   search's own choice equal to its predicted step.
+3. Choices whose rough step is near the fastest predicted step are lowered, the shortest rough step first.
+4. The plan is the lowered program with the shortest predicted step.
 
-The plan also reports the steps of known recipes. A recipe that was not lowered is lowered when its step is first read.
+The other choices are the best plans within known recipes, such as FSDP and Megatron TP+SP
+(`passes.planning.baselines`). The plan also reports the steps of known recipes. A recipe that was not lowered is
+lowered when its step is first read.
 """
 
 from __future__ import annotations
@@ -36,29 +38,31 @@ from passes.recomputation.whole_blocks import joint_with_blocks
 from passes.solver.assignment import Solution
 
 _NEAR, _VERY_NEAR = 0.2, 0.05
-"""The largest share by which a rough step may exceed the lowered step.
+"""The largest share by which a choice's rough step may exceed the fastest predicted step, for the choice to be lowered.
 
-`_VERY_NEAR` is for programs without inner blocks, and for one machine's CPUs. Measured on 110 choices of some fifteen
-models (2026-11-29): rough steps were at most 1.16 times the lowered step on L4s and H100s. The ratio was at most 1.03
-in programs without inner blocks, and on CPUs."""
+`_VERY_NEAR` is for programs without inner blocks, and for the CPUs of one machine. Measured on 110 choices of some
+fifteen models (2026-11-29): rough steps were at most 1.16 times the predicted step on L4s and H100s. The ratio was at
+most 1.03 in programs without inner blocks, and on CPUs.
+"""
 
 _ALIKE = 0.02
-"""Relative difference up to which plans on CPUs count as equal; prices are less exact
-(`tests.benchmarks.local_plans`).
+"""Relative difference of step times up to which plans on CPUs count as equally fast, because prices are less exact
+there (`tests.benchmarks.local_plans`).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision of a search.
+    """The result of a search over specs, before lowering.
 
     Args:
         planning: the planning problem of the program as it will run, with recomputed nodes.
-        solution: one option per variable of `planning`.
+        solution: the best solution, with one option for each variable of `planning`.
         recompute: the recomputed values.
         offload: the offloaded values.
-        baselines: the best solutions of the known recipes, without recomputation; None if no solution fits.
-        bucketed: the best solution if collectives of parameters and gradients are priced in buckets, less hidden time.
+        baselines: for each known recipe, its best solution without recomputation; None if no solution fits.
+        bucketed: the best solution by other prices: collectives of parameters and gradients are in buckets, and the
+            time that computation hides does not count.
     """
 
     planning: PlanningProblem
@@ -73,7 +77,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
     """Return the plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
 
     Args:
-        planning: the problem without recomputed nodes.
+        planning: the planning problem without recomputed nodes.
         found: the choices.
         cluster, options: the cluster and the options of the search. After its time budget no further choice is lowered.
             Known recipes that may be faster than the plan are then left out.
@@ -111,7 +115,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
-    """Return the known recipe with the shortest rough step, if it may be faster than the plans on other meshes."""
+    """Return the known recipe with the shortest rough step; None if it cannot be faster than plans on other meshes."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
@@ -121,7 +125,7 @@ def nearest_recipe(
 def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
-    """Return the steps of known recipes; each recipe is lowered when its step is read."""
+    """Return the predicted steps of known recipes. A recipe is lowered when its step is first read."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
@@ -132,7 +136,7 @@ _Choice = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceLowering:
-    """Lower choices of a problem for a cluster; `lower_bound` is the search's."""
+    """Lower choices of a planning problem for a cluster. `lower_bound` is the search's bound, for the plans."""
 
     planning: PlanningProblem
     lower_bound: float
@@ -141,7 +145,7 @@ class _ChoiceLowering:
 
     @property
     def near(self) -> float:
-        """The largest ratio of a rough step to the fastest step at which the choice is lowered."""
+        """The largest ratio of a choice's rough step to the fastest predicted step at which the choice is lowered."""
         is_exact = bool(self.planning.repeated.sites) or overlap_of(self.cluster) is None
         return 1 + (_VERY_NEAR if is_exact else _NEAR)
 
@@ -151,23 +155,26 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """Return the predicted step of a plan; None if the plan does not fit."""
+        """Return the predicted step of a plan in seconds; None if the plan exceeds the memory budget."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
     def step_of(self, found: Solution) -> float | None:
-        """Return the predicted step of a choice; None if the choice does not fit."""
+        """Lower a choice, and return its predicted step in seconds; None if the choice exceeds the memory budget."""
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """Return the rough step of a choice, seconds."""
+        """Return the rough step of a choice in seconds, unscaled."""
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Return the rough steps of choices, scaled by the lowered step of the search's own choice."""
+    """Return the rough steps of choices, in seconds.
+
+    They are scaled so that the search's own choice has its predicted step.
+    """
     if not others:
         return {}
     rough_s = lowering.rough_step_s(found.solution, found.planning)
@@ -176,9 +183,10 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """Return the plan of the shortest step; on CPUs, among equally fast plans, the plan with the fewest launches.
+    """Return the plan with the shortest step. On CPUs, among equally fast plans, return the plan with the fewest
+    launches.
 
-    A plan that is slower than a known recipe is never taken; `known_s` has the recipes' steps.
+    The result is never slower than a known recipe. `known_s` has the seconds of the known recipes' steps.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

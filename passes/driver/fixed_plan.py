@@ -1,4 +1,4 @@
-"""Read the plan that a user gives in place of a search, and the arguments that it decides."""
+"""Check a plan that the user gives (`plan=`) against the call, and read the arguments that the plan decides."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoshard.runtime.traced_optimizer import update_of
 
 
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
-    """Return the number of micro-batches of a step: the argument, or the plan's number.
+    """Return the number of micro-batches of a step, from the argument or from the given plan.
 
     Raises:
-        PlanMismatchError: the two differ.
+        PlanMismatchError: the plan has another number than the argument.
     """
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):
@@ -29,7 +29,13 @@ def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: b
 
 
 def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
-    """Return the type that calls compute in, from the argument or the plan; None: the model's own types."""
+    """Return the precision that calls compute in, from the argument or the plan; None: the types of the model's
+    parameters.
+
+    Raises:
+        NotAvailableError: a precision is given, and the model has no floating parameters.
+        PlanMismatchError: the plan has another precision than the argument.
+    """
     if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise NotAvailableError(
             f"precision={precision!r} casts floating parameters, and {type(model).__qualname__} has none: leave it out."
@@ -62,19 +68,19 @@ def update_for(
     *,
     strict: bool,
 ) -> Update | None:
-    """Return the traced part of an optimizer; None if the given plan has only forward and backward."""
+    """Return the traced update of an optimizer; None if the given plan has only forward and backward."""
     if fixed is not None and not fixed.updates:
         return None
     return update_of(optimizer, model, max_grad_norm, strict=strict)
 
 
 def has_more_outputs(plan: Plan, program: Program) -> bool:
-    """Whether a plan has outputs that a program of the same call does not return."""
+    """Whether a plan has outputs that a program of the same call lacks."""
     return not _outputs_of(plan) <= _names_of(program)
 
 
 def _outputs_of(plan: Plan) -> set[str]:
-    """Return the names of the outputs, "output:0", in a plan."""
+    """Return the names of a plan's outputs, such as "output:0"."""
     kind = f"{OutputKind.OUTPUT.value} "
     return {name.removeprefix(kind) for name in plan.outputs if name.startswith(kind)}
 
@@ -97,7 +103,10 @@ def check_same_parameters(plan: Plan, program: Program) -> None:
 
 
 def check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
-    """Raise `PlanMismatchError` with the first difference between a program and the program of a plan."""
+    """Raise `PlanMismatchError` with the first difference between a program and the program that a plan is for.
+
+    Inputs and outputs are compared only with `compare_inputs`. Parameters are always compared.
+    """
     check_same_parameters(plan, program)
     nodes = program.nodes_by_name()
     if compare_inputs and not plan.repeats and [*_outputs_of(plan)] == ["output:0"] != [*_names_of(program)]:

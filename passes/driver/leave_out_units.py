@@ -1,7 +1,8 @@
-"""Leaves out the inner blocks of a traced stage, as `autoshard.tracing.leave_out_blocks` does for a model.
+"""Leave out the inner blocks of a traced pipeline stage, as `autoshard.tracing.leave_out_blocks` does for a model.
 
-Before → after: blocks 8 to 27 run the same operators; 8, 9, 26 and 27 stay, and a `Repeat` counts the missing blocks.
-Block 26 then reads the values of block 9 in place of block 25's. The backward of block 9 reads those of block 26.
+Before → after: blocks 8 to 27 run the same operators. Blocks 8, 9, 26 and 27 stay, and a `Repeat` counts the missing
+blocks. In the forward, block 26 reads the values of block 9 instead of those of block 25. In the backward, block 9
+reads the values of block 26 instead of those of block 10.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ _BLOCK = re.compile(r"((?:.*?\.)??[^.]+)\.(\d+)(?:\.(.*))?$")
 def leave_out_units(program: Program, margin: int) -> Program | None:
     """Return the program without the inner units of its runs of equal blocks; None without such runs.
 
+    A unit is one block, or several blocks if kinds of blocks alternate. None is also returned if another part of the
+    program reads a value of a missing unit.
+
     Args:
-        program: program of a stage, as traced, with its update.
-        margin: units kept at each end, as in `leave_out_blocks`.
+        program: the traced program of a stage, with its update.
+        margin: the number of units kept at each end of a run, beside the unit next to the gap.
     """
     paths = module_paths(program)
     repeats = tuple(_repeats(program, paths, margin))
@@ -41,11 +45,11 @@ def leave_out_units(program: Program, margin: int) -> Program | None:
 
 
 class _CannotLeaveOutError(Exception):
-    """A value of a missing unit is read elsewhere."""
+    """A value of a missing unit is read outside of its run."""
 
 
 def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
-    """Find runs of blocks of one list that run the same operators."""
+    """Return the runs of blocks in each list of modules whose blocks run the same operators."""
     forms: dict[str, dict[int, list[object]]] = defaultdict(lambda: defaultdict(list))
     for node in program.graph.nodes:
         found = _BLOCK.match(paths[node.name])
@@ -64,12 +68,15 @@ def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterato
 
 
 _Spot = tuple[int, int, int]
-"""Repeat, unit counted from the first of the four that stay, and place in the unit."""
+"""The position of a node: the index of its repeat, its unit, and its index in the unit.
+
+Unit 0 is the first of the two units kept in front of the gap.
+"""
 
 
 @dataclass(slots=True)
 class _LeavingOut:
-    """Copies a program without the units that its repeats leave out."""
+    """A copy of a program without the units that its repeats leave out."""
 
     program: Program
     repeats: Sequence[Repeat]
@@ -110,7 +117,12 @@ class _LeavingOut:
         return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
-        """Return the node to read in place of an operand: the node at the same distance, without the gap."""
+        """Return the node that a copied node reads instead of an operand: the node as many units away as before,
+        without the gap.
+
+        Raises:
+            _CannotLeaveOutError: no kept node is at that place.
+        """
         here, there = self.spots.get(reader), self.spots.get(operand)
         if there is None or here is None or here[0] != there[0]:
             if self._is_left_out(operand):

@@ -1,4 +1,4 @@
-"""Every rank makes the same thing, or every rank raises."""
+"""Make an object on all ranks: every rank makes the same object, or every rank raises."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ T = TypeVar("T")
 def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
     """Make an object on each rank. All ranks succeed with the same `facts`, or all ranks raise.
 
+    Args:
+        engine: compares the ranks.
+        step: the name of the step in error messages, such as "tracing".
+        make: makes the object of this rank.
+        facts: returns texts about an object that must be equal on all ranks, such as its digest.
+
     Raises:
-        RankMismatchError: on every rank, if only some ranks can, or the facts differ.
+        RankMismatchError: on every rank, if `make` fails on some ranks only, or the facts differ.
         AutoshardError: `make` raises it on every rank.
     """
     made: T | None = None

@@ -1,4 +1,4 @@
-"""The pipeline arguments of a call: checked, and completed by the plan that the call uses."""
+"""The pipeline arguments of a call (axis, schedule, stages, micro-batches), checked and completed from its plan."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Pipeline:
     """The pipeline of a call.
 
     Args:
-        mesh: all axes.
+        mesh: the whole mesh, with the axis "pipeline".
         schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
-        virtual_stages: stages on each rank.
+        virtual_stages: number of stages on each rank.
         micro_batches: number of micro-batches in a step.
     """
 
@@ -38,7 +38,7 @@ class Pipeline:
 
     @property
     def ranks(self) -> int:
-        """Size of the pipeline axis."""
+        """Size of the axis "pipeline"."""
         return self.mesh.axis_size(PIPELINE_AXIS)
 
     @property
@@ -48,12 +48,13 @@ class Pipeline:
 
     @property
     def stage_mesh(self) -> Mesh:
-        """The axes besides the pipeline; one axis of one rank if there are none."""
+        """The mesh of one stage: all axes but "pipeline", or one axis of one rank if there are no other axes."""
         return Mesh({name: size for name, size in self.mesh.axes if name != PIPELINE_AXIS} or {ALONE: 1})
 
 
 def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:
-    """Return the pipeline of a mesh; None without a pipeline axis.
+    """Return the pipeline of a mesh, with the usual schedule if none is given; None for a mesh without the axis
+    "pipeline".
 
     Raises:
         MeshError: the axis has one rank.
@@ -78,7 +79,7 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Pipeline arguments of a call, completed by the plan that it uses."""
+    """The pipeline arguments of a call, completed from the plan that the call uses."""
 
     micro_batches: int | None
     schedule: str | None
@@ -86,7 +87,7 @@ class Asked:
 
 
 def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None) -> Asked:
-    """Complete the pipeline arguments by the plan that the call uses.
+    """Return the pipeline arguments of a call. A plan with stages decides them.
 
     Raises:
         PlanMismatchError: the call contradicts the plan, or the mesh has no axis for the plan's stages.
@@ -106,7 +107,7 @@ def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Re
 
 
 def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
-    """Return the arguments that the order of a plan's stages determines."""
+    """Return the arguments that the order of a plan's stages decides, by name."""
     return {
         "micro_batches": order.micro_batches,
         "schedule": plan.schedule,
@@ -115,13 +116,13 @@ def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
 
 
 def _fields(recipe: Recipe | None) -> dict[str, Any]:
-    """Return the fields of a recipe without sizes of mesh axes; all None without a recipe."""
+    """Return the fields of a recipe by name, but `pipeline`, which the mesh decides. All are None without a recipe."""
     known = recipe or Recipe()
     return {item.name: getattr(known, item.name) for item in fields(Recipe) if item.name != "pipeline"}
 
 
 def _check_same(planned: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise `PlanMismatchError` for an argument that contradicts the plan."""
+    """Raise `PlanMismatchError` for the first argument in `asked` that differs from the plan's value in `planned`."""
     for name, value in asked.items():
         if value is not None and name in planned and value != planned[name]:
             raise PlanMismatchError(
@@ -131,7 +132,7 @@ def _check_same(planned: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
 
 
 def whole_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
-    """Return the axes of a mesh by name."""
+    """Return a mesh or a `DeviceMesh` as a `Mesh`."""
     return Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
 
 
@@ -140,10 +141,10 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def check_pipeline(update: Update | None, call: Call) -> None:
-    """Refuse arguments that stages do not support yet.
+    """Check that stages support the arguments of a call.
 
     Raises:
-        NotAvailableError: names the argument, and the way out.
+        NotAvailableError: they do not support an argument. The message names the argument and the way out.
     """
     refused = None
     if call.optimizer is None:

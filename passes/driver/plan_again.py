@@ -1,4 +1,4 @@
-"""Plan a call again with one change, to answer questions about plans that `compile` runs."""
+"""Plan a call again with one change, to answer questions such as `plan.why_not` about plans that `compile` runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from passes.questions.change import Change
 from passes.solver.search_control import Ceiling
 
 _WITHIN = {"recompute", "offload"}
-"""Fields of a recipe that are no axes; plans that differ in these are for the same mesh."""
+"""Fields of a recipe that do not change the mesh."""
 
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
-    """Return the recipe with changed fields that are no axes."""
+    """Return a recipe with the values of `change.fields`, which do not change the mesh.
+
+    Raises:
+        RecipeError: no program runs the changed recipe.
+    """
     free = recipe or Recipe()
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
@@ -41,11 +45,11 @@ def _within(recipe: Recipe | None, change: Change) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class PlanAgain:
-    """Plan a call again; a plan without stages counts as one stage.
+    """Plan a call again with one change. A plan without stages counts as one stage.
 
     Args:
         call: the arguments of `autoshard.plan`.
-        planned: the plan and its origin.
+        planned: the plan, with the planner and program that it comes from.
         check_stages: see `plan_candidates`.
         searched: the outer search that proposed the plan's mesh; None for a given mesh.
     """
@@ -60,11 +64,11 @@ class PlanAgain:
 
     @property
     def cluster(self) -> Cluster:
-        """The hardware of the plan."""
+        """The hardware that the plan is priced for."""
         return self.planned.planner.cluster_for(self.planned.plan.mesh)
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """Return the planning problem of each stage, built once."""
+        """Return the planning problem of each stage. The problems are built at the first call."""
         made = self.planned
         if made.stage_plans is not None:
             numbers = range(len(made.stages))
@@ -74,11 +78,11 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """Return a reason why no recipe of the model has a feature; "" if one may."""
+        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it."""
         return self._recipes(feature).problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the Triton kernels of a plan, found once; stages run none."""
+        """Return the Triton kernels of a plan, found at the first call. Stages run no Triton kernels."""
         known = plan.predicted.kernels
         if known.uses or plan.stages:
             return known
@@ -87,7 +91,10 @@ class PlanAgain:
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Plan again. The mesh and the stages stay, unless `change.fields` changes them."""
+        """Return a new plan of the call with a change.
+
+        The mesh and the stages stay, unless `change.fields` changes them.
+        """
         made = self.planned
         planner = replace(made.planner, change=change, ceiling=None, progress=False)
         if change.fields:
@@ -105,7 +112,11 @@ class PlanAgain:
         return stage_plans.plan(made.program, made.request, before=plan, kept=kept if change.specs else None)[0]
 
     def _on_another_mesh(self, change: Change) -> Plan:
-        """Return the fastest plan of a few recipes with a feature, proposed by the outer search."""
+        """Return the fastest plan of the recipes that the outer search proposes with the fields of the change.
+
+        Raises:
+            RecipeError, NotAvailableError, DoesNotFitError: no recipe with these fields was found, see `none_with`.
+        """
         search = self._recipes(", ".join(change.fields))
         problem = search.problem
         found = problem.proposals(change.fields, Ceiling.within(search.time_budget_s))
@@ -120,11 +131,11 @@ class PlanAgain:
         return made.plan
 
     def _recipes(self, feature: str) -> RecipeSearch:
-        """Return the outer search for other meshes of the same devices.
+        """Return the outer search over recipes on the same devices. `feature` is the asked feature, for error messages.
 
         Raises:
-            NotAvailableError: the call lacks an optimizer, has constraints, or its inputs have no batch. The message
-                names a call that works.
+            NotAvailableError: the call lacks an optimizer, has constraints, or its inputs have no common batch size.
+                The message names a call that works.
         """
         if self.searched is not None:
             return self.searched

@@ -1,4 +1,4 @@
-"""Make a plan: build the problem, search it, and take the fastest choice found (`fastest_choice`)."""
+"""Make a plan: build the planning problem, search it, and lower the best choices to find the fastest."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from passes.strategies.repeated import find_repeated
 logger = logging.getLogger(__name__)
 
 _BASELINE_ROUNDS = 6
-"""Rounds of the search for the best plan within a known recipe."""
+"""Rounds of the solver's search for the best plan within a known recipe."""
 
 
 class DearMeshError(Exception):
-    """No plan on this mesh is as cheap as the best plan on another mesh.
+    """Each plan on this mesh is slower than the best plan on another mesh.
 
-    `baselines` maps each known recipe to its step time on this mesh.
+    `baselines` maps the name of each known recipe to the seconds of its step on this mesh.
     """
 
     def __init__(self, baselines: Mapping[str, float | None]) -> None:
@@ -62,9 +62,9 @@ class DearMeshError(Exception):
 def bounded_problem(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
 ) -> tuple[float, PlanningProblem]:
-    """Build the optimisation problem that `plan_program` solves.
+    """Return a lower bound of step times in seconds, and the planning problem that `plan_program` solves.
 
-    Return (seconds, problem). No plan of the problem has a shorter step than these seconds.
+    No plan of the problem has a shorter step than the bound.
     """
     with options.control.building(), one_blas_thread():
         planning = planning_problem(program, mesh, cluster, options)
@@ -74,12 +74,14 @@ def bounded_problem(
 def plan_program(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
 ) -> Plan:
-    """Return the plan of least predicted step time that fits; `planning`: its problem from `bounded_problem`, if known.
+    """Return the plan with the least predicted step time that fits in memory.
+
+    `planning` is the problem from `bounded_problem`, if it is built already.
 
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
-        DearMeshError: a plan on another mesh is cheaper than all plans on this one.
+        DearMeshError: each plan on this mesh is slower than a plan on another mesh.
     """
     return plan_and_lower(program, mesh, cluster, options, planning).plan
 
@@ -87,7 +89,7 @@ def plan_program(
 def plan_and_lower(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
 ) -> LoweredPlan:
-    """Return the plan of `plan_program`, and the lowered program from which its step time was predicted."""
+    """Return the plan of `plan_program`, and the lowered program that its step time was predicted from."""
     start = time.monotonic()
     if planning is None:
         with options.control.building():
@@ -103,13 +105,15 @@ def plan_and_lower(
 
 @one_blas_thread()
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
-    """Return the cheapest choice of `allowed` options, and other choices that are nearly as cheap.
+    """Return the best solution with the options in `allowed`, and further solutions to compare after lowering.
+
+    `allowed` maps the index of a variable to a mask of its options.
 
     Raises:
-        DoesNotFitError: no choice fits.
+        DoesNotFitError: no solution fits in memory.
         NotAlikeError: left-out blocks and the blocks beside them do not recompute alike.
-        DearMeshError: a plan on another mesh is cheaper than all plans on this one. No known recipe on this mesh
-            can be faster after lowering.
+        DearMeshError: each solution is slower than a plan on another mesh. Also no known recipe on this mesh can be
+            faster after lowering.
     """
     search = Search(options.memory_budget, control=options.control)
     peak_of = peak_under(options)
@@ -143,7 +147,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
-    """Return the options that the user's constraints and recipe, and the change of a question, allow.
+    """Return the options that constraints, the recipe and the change of a question allow: masks by index of the
+    variable.
 
     Raises:
         InvalidSpecError: see `allowed_options`.
@@ -175,7 +180,8 @@ def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
-    """Return the assignment problem whose solutions are the plans of a program.
+    """Return the planning problem of a program: one variable for each group of equal nodes, with strategies as its
+    options.
 
     Raises:
         NotAlikeError: the program leaves out blocks, and the blocks beside them are not alike, or do not recompute

@@ -1,4 +1,4 @@
-"""The one loop over candidates: plan each of them, with stages or without, and keep the fastest plan."""
+"""Plan each candidate layout, with stages or without, and keep the fastest plan."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, with its planner and program.
+    """A plan, with the planner and the program that it comes from.
 
     Args:
         planner: the planner that made the plan.
-        request: the call of a micro-batch.
-        program: the traced program; with stages, the program before the cut.
+        request: the call of one micro-batch.
+        program: the traced program; with stages, the program before it is cut.
         plan: the plan.
         stage_plans: the planner of stages; None without stages.
         stages: the lowered stages; empty without stages.
@@ -52,7 +52,7 @@ class Planned:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plan recomputes and offloads nothing."""
+        """Whether the plan keeps all values: none is recomputed or offloaded."""
         return not any(each.recompute.nodes or each.offload.nodes for each in (self.plan, *self.plan.stages))
 
 
@@ -62,16 +62,17 @@ def plan_candidates(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """Return the fastest plan of any candidate.
+    """Return the fastest plan of all candidates.
 
     Args:
         planner: the planner with the user's options. Its time budget is for all candidates together.
-        candidates: in the order tried.
-        request_of: maps the number of micro-batches of a step to the call of one micro-batch.
-        check_stages: raises `NotAvailableError` if the user's options exclude stages.
+        candidates: the candidates, in the order in which they are planned.
+        request_of: a function from the number of micro-batches of a step to the call of one micro-batch.
+        check_stages: a function that raises `NotAvailableError` if the user's options exclude stages.
 
     Raises:
-        AutoshardError: no candidate has a plan. The error is the one that asks for the least memory, or else the first.
+        AutoshardError: no candidate has a plan. It is the error of the candidate that needs the least memory, or else
+            the first error.
     """
     planner, ceiling = replace(planner, traces=Traces()).begun()
     requests: dict[int, Request] = {}
@@ -109,14 +110,14 @@ def plan_candidates(
 
 
 _SLOWER = 1.05
-"""More micro-batches are tried while the last step is at most this multiple of the fastest step."""
+"""Candidates with more micro-batches are planned while the last step takes at most this many times the fastest step."""
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
     """Whether a candidate that saves memory may be faster than the plans before it.
 
-    No such candidate is faster than a plan that keeps all values. Once more micro-batches made the step slower, still
-    more do not help.
+    It cannot be faster than a plan that keeps all values. If more micro-batches made the step slower, even more do not
+    help.
     """
     if any(each.is_plain for each in found):
         return False
@@ -125,7 +126,13 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """Plan a candidate. If time cut the search, and its plan is slow, the candidate's exact recipe is planned too."""
+    """Return the plan of a candidate.
+
+    If the time budget cut the search, and the plan is slow, the candidate's exact recipe is planned too.
+
+    Raises:
+        DoesNotFitError: neither has a plan.
+    """
     made, failure = None, None
     try:
         made = _plan_one(planner, candidate, request)
@@ -147,7 +154,7 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """Return the fastest plan for the meshes, recipe and micro-batches of a candidate."""
+    """Return the fastest plan of a candidate, over its meshes."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
@@ -163,7 +170,7 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
-    """Return an error that also names the recipe field in the way."""
+    """Return an error with advice to free the recipe's field that causes it; other errors are returned unchanged."""
     if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
         return error
     return DoesNotFitError(

@@ -1,4 +1,4 @@
-"""`autoshard.plan`: how a model would run, and what it would cost."""
+"""`autoshard.plan`: find out how a model would run, and predict the time and memory of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from passes.questions.formulas import CountsOfPlan, PlanFormulas
 
 
 def plan_model(call: Call) -> Plan:
-    """Plan how a model would run, and predict its cost, see `autoshard.plan`."""
+    """Return the plan of a model's step with its predicted time and memory, see `autoshard.plan`."""
     _check_together(call)
     if call.recipe is not None and call.runtime is not None:
         return _price(call)
@@ -62,7 +62,7 @@ def plan_model(call: Call) -> Plan:
 
 
 def _with_optimizer(call: Call) -> Call:
-    """Return the call with an optimizer in place of its name, and with checked constraints and precision."""
+    """Return the call with an optimizer object instead of its name, and with checked constraints and precision."""
     optimizer = call.optimizer
     if call.recipe is not None:
         optimizer = optimizer or "adamw"
@@ -79,7 +79,11 @@ def _with_optimizer(call: Call) -> Call:
 
 
 def _check_together(call: Call) -> None:
-    """Refuse arguments that contradict each other."""
+    """Check that the arguments of a call do not contradict each other.
+
+    Raises:
+        NotAvailableError: two arguments exclude each other. The message names them.
+    """
     recipe, profile, batch = call.recipe, call.runtime, call.global_batch
     check_runtime(recipe, profile and profile.name, batch)
     if profile is not None and call.backend != "auto":
@@ -93,7 +97,11 @@ def _check_together(call: Call) -> None:
 
 
 def _price(call: Call) -> Plan:
-    """Return the price of a recipe under another runtime, which must fit in `memory_budget`."""
+    """Return the price of a recipe under another framework's runtime, as a plan.
+
+    Raises:
+        DoesNotFitError: the recipe needs more than `memory_budget`.
+    """
     runtime, cluster = call.runtime, checked_cluster(call.target)
     if call.constraints:
         raise NotAvailableError(

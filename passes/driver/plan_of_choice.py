@@ -1,4 +1,7 @@
-"""Turn a choice of the planning problem into a plan, predicted from its lowered program."""
+"""Make a plan from a choice of strategies, lower it, and predict its time and memory from the lowered program.
+
+A choice has the index of one option for each variable of the planning problem.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ from passes.strategies.price_nodes import NodePrices
 
 @dataclass(frozen=True, slots=True)
 class LoweredPlan:
-    """A plan, and the lowered program of its prediction.
+    """A plan, and the lowered program that its prediction was read from.
 
     Args:
         plan: the plan.
-        phased: the result of `lower_program`, without kernels. None if the prediction has kernels or leaves out blocks.
+        phased: the lowered program without Triton kernels. None if the prediction has kernels or leaves out blocks.
     """
 
     plan: Plan
@@ -49,9 +52,13 @@ def lowered_plan(
     cluster: Cluster,
     options: PlanOptions,
 ) -> LoweredPlan:
-    """Return the plan of a choice, one option per variable of `planning`, and the lowered program of its prediction.
+    """Return the plan of a choice with its prediction, and the lowered program of the prediction.
 
-    `objective` is in seconds.
+    Args:
+        planning: the planning problem.
+        choice: one option for each variable of `planning`.
+        objective, lower_bound: seconds by the search's prices: of the choice, and of any choice at least.
+        cluster, options: the hardware and the options of the search.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(
@@ -80,12 +87,15 @@ def lowered_plan(
 
 
 def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
-    """Return options for kernels that are priced and not written."""
+    """Return options under which Triton kernels are priced, but their code is not generated."""
     return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
 
 
 def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
-    """Memory of each rank under a choice, without overlap of collectives; lowered once, and kept with the problem."""
+    """Return the memory of each rank under a choice, without overlap of collectives.
+
+    The choice is lowered once. The result is kept with the problem.
+    """
     known: dict[tuple[int, ...], StepMemory] = planning.derived.setdefault(_MEMORY, {})
     key = tuple(choice)
     if key not in known:
@@ -97,7 +107,7 @@ def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: 
 
 
 def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, cluster: Cluster) -> LoweredProgram:
-    """Return the plan of a choice after `Lower`; the last few are kept with the problem."""
+    """Return the program of a choice after the pass `Lower`. The problem keeps the last few results."""
     known: dict[tuple[int, ...], LoweredProgram] = planning.derived.setdefault(_LOWERED, {})
     key = tuple(choice)
     if key not in known:
@@ -108,7 +118,7 @@ def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, clust
 
 
 def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]], float]:
-    """Return the function that counts the bytes at the peak of a choice, see `memory_of_choice`."""
+    """Return a function from a planning problem and a choice to the bytes of peak memory, see `memory_of_choice`."""
     return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
 
 
@@ -117,13 +127,13 @@ _PLAINLY = LoweringOptions(with_overlap=False)
 
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
-    """Memory of a lowered program, with optimizer state outside of the program."""
+    """Return the memory of a lowered program, with optimizer state that the program does not hold."""
     parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
-    """Bytes of optimizer state outside of the program."""
+    """Bytes on a rank of optimizer state that the program does not hold, because the update is not traced."""
     space, counts = planning.space, planning.repeated.site_counts()
     total = 0
     for name in planning.liveness.parameters:
@@ -133,7 +143,7 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
-    """Return the Triton kernels that a plan runs with; none are written.
+    """Return the Triton kernels that a plan runs with. Their code is not generated.
 
     Args:
         plan: the plan.
@@ -146,7 +156,7 @@ def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
 def _walked(
     prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
 ) -> tuple[WalkedStep, PhasedProgram, Kernels]:
-    """Return the step of a plan's lowered program, the program, and the priced kernels."""
+    """Return the predicted step of a plan's lowered program, the lowered program, and its priced kernels."""
     made: dict[str, PhasedProgram] = {}
     if lowering.prices_kernels:
         lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))
@@ -168,7 +178,7 @@ def _plan_of_operators(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
-    """Return the plan without kernels and without a prediction."""
+    """Return the plan of a choice without kernels and without a prediction."""
     program = planning.space.program
     traced = program.nodes_by_name()
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}

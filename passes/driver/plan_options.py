@@ -1,4 +1,4 @@
-"""The options of planning a program on a mesh."""
+"""The options of the search for a plan of one program on one mesh."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from passes.solver.search_control import SearchControl
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of a plan: limits, constraints and choices of the user.
+    """The options of a search for a plan: limits, constraints and choices of the user.
 
     Args:
-        constraints: glob of qualified names to the spec they must have.
-        memory_budget: bytes per device, None for no limit.
-        time_budget_s: seconds of all searches; `control` ends them.
+        constraints: for patterns (globs) of qualified names, the spec that matching values must have.
+        memory_budget: bytes on each device; None: no limit.
+        time_budget_s: seconds of all searches together; `control` ends them.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
-        strict: refuse operators without a sharding rule.
-        with_baselines: price the known recipes too.
-        before: a plan of the program to start from. The result is no worse here if this plan fits. A plan of another
-            mesh counts without its recomputation and offload.
-        micro_batches: number of micro-batches in a training step; the program is for one.
-        load: other stages and micro-batches of a pipeline rank.
-        dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
+        strict: whether an operator without a sharding rule is an error.
+        with_baselines: whether to price the known recipes too, such as FSDP.
+        before: a plan of the program to start from. If it fits, the result is no slower. A plan of another mesh counts
+            without its recomputation and offload.
+        micro_batches: number of micro-batches in a training step; the program is for one micro-batch.
+        load: number of stages and of micro-batches in flight on a pipeline rank.
+        dispatch: the way in which the host launches operators, see `cost_models.device.Device.dispatch`.
         recompute: whether values of the forward may be recomputed in the backward if memory is short.
         offload: whether values may then also wait in the host's memory.
-        reduce_dtype: type of float32 gradients between ranks. Predictions use it; the search prices the gradients' own
-            type.
-        with_kernels: whether calls are priced within the Triton kernels that replace them.
+        reduce_dtype: the type in which float32 gradients are sent between ranks. Predictions use it; the search prices
+            the gradients' own type.
+        with_kernels: whether to price Triton kernels instead of the calls that they replace.
         recipe: restricts the search; None: no restriction.
-        specs: sites of the program to the spec that their value must have.
-        roles: mesh axes to the role that each must have.
-        elsewhere: plans on other meshes. Much dearer choices than these are not lowered, and `solve_baselines` skips
-            known recipes.
-        control: is told the progress, and may stop the search; the plan is then the best so far.
+        specs: for nodes of the program by name, the spec that their value must have.
+        roles: for mesh axes, the role that each must have, such as "fsdp".
+        elsewhere: plans on other meshes. Choices that are much slower are not lowered. `solve_baselines` skips known
+            recipes that are much slower.
+        control: shows the progress, and may stop the search; the plan is then the best so far.
     """
 
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)

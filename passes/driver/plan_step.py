@@ -1,7 +1,7 @@
 """Plan a step: on given meshes, within a recipe, or on meshes that the outer search proposes.
 
 The outer search is over recipes: mesh, stages, schedule and micro-batches. Specs are then searched on the meshes of the
-fastest recipes, and the fastest result is the plan.
+fastest recipes. The fastest result is the plan.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plan_step(call: Call, planner: Planner, update: Update | None, search: Recip
     """Return the fastest plan of a call.
 
     Args:
-        call: checked, with an optimizer in place of its name.
+        call: the checked call, with an optimizer object instead of its name.
         planner: the call's planner.
         update: the traced update of its optimizer.
         search: the outer search, see `outer_search`.
@@ -55,10 +55,11 @@ def plan_step(call: Call, planner: Planner, update: Update | None, search: Recip
 
 
 def outer_search(call: Call) -> RecipeSearch | None:
-    """Return the search that proposes meshes, stages and micro-batches; None if the call gives them, or has no step.
+    """Return the search that proposes meshes, stages and micro-batches; None if the call gives them, or is no training
+    step.
 
-    It searches recipes for `global_batch` sequences. On a cluster without it, the batch of the example inputs counts. A
-    given recipe restricts the search.
+    The search is over recipes for `global_batch` sequences. Without `global_batch`, the batch of the example inputs
+    counts. A given recipe restricts the search.
 
     Raises:
         AutoshardError: `global_batch` is given, and recipes do not support the call.
@@ -82,14 +83,14 @@ def outer_search(call: Call) -> RecipeSearch | None:
 
 
 def _leaves_a_mesh_open(recipe: Recipe, cluster: Cluster) -> bool:
-    """Whether a recipe leaves open several meshes of a cluster, or several numbers of stages."""
+    """Whether several meshes of a cluster, or several numbers of stages, agree with a recipe."""
     sizes = (recipe.data, recipe.tensor, recipe.context, recipe.pipeline)
     given = math.prod(size for size in sizes if size is not None)
     return recipe.stage_layers is None and given < cluster.size and sum(size is None for size in sizes) > 1
 
 
 def _request(call: Call, update: Update | None, parts: int) -> Request:
-    """Return the call of one of `parts` micro-batches."""
+    """Return the call of one micro-batch, if a step has `parts` micro-batches."""
     args, kwargs = call.inputs
     whole = Request(call.model, args, kwargs, call.grad, update=update, outputs=call.outputs)
     if call.global_batch is not None:
@@ -99,9 +100,10 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 
 
 def _candidates(call: Call) -> Sequence[Candidate]:
-    """Return the candidates on given meshes, within a recipe or free.
+    """Return the candidates on the given meshes, with the call's recipe as their restriction.
 
-    The number of micro-batches is one if it is not given, without stages, and without training.
+    There is one micro-batch if their number is not given, and the call asks for no recipe, batch or stages. Without an
+    optimizer there is one too.
     """
     recipe = call.recipe or Recipe()
     meshes = meshes_for(recipe, call.target)
@@ -114,7 +116,10 @@ def _candidates(call: Call) -> Sequence[Candidate]:
 
 
 def _spares(call: Call) -> Sequence[Candidate]:
-    """Return the candidates without the outer search; none for a recipe that only the outer search can complete."""
+    """Return the candidates that do not need the outer search, to plan if no other candidate has a plan.
+
+    The result is empty for a recipe that only the outer search can complete.
+    """
     try:
         return [replace(each, is_spare=True) for each in _candidates(call)]
     except RecipeError as error:
@@ -123,10 +128,13 @@ def _spares(call: Call) -> Sequence[Candidate]:
 
 
 _SAVING = {"recompute": ("full",), "offload": ("none",)}
-"""Number of planned recipes that recompute all blocks. Their plans recompute less, and gain more than others."""
+"""The restriction of recipes to those that recompute all blocks and offload nothing.
+
+The plan that is made for such a recipe may recompute less.
+"""
 
 _LESS = (1.0, 0.9, 0.8)
-"""Fractions of the memory limit for recipes, tried in turn, until a plan fits in the whole limit."""
+"""Fractions of the memory limit for the outer search, tried in turn until a plan fits in the whole limit."""
 
 
 def _plan_proposed(
@@ -136,7 +144,11 @@ def _plan_proposed(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """Return the fastest plan on the meshes of the fastest recipes, see `plan_step` and `outer_search`."""
+    """Return the fastest plan on the meshes of the fastest recipes, see `plan_step`.
+
+    Raises:
+        AutoshardError: no plan fits.
+    """
     start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
     planner = planner.begun()[0]
     failure: AutoshardError | None = None

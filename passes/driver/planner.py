@@ -1,6 +1,6 @@
-"""The planner traces a call, finds its plan, lowers it and verifies it.
+"""The planner: trace a call, find its plan, lower the plan to a program of the ranks, and verify the program.
 
-`Planner` is the runtime's `Compiler`, and makes the plans of `autoshard.plan`.
+`Planner` implements the runtime's protocol `Compiler`, and also makes the plans of `autoshard.plan`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see
 _Made = TypeVar("_Made")
 
 _MARGINS = (2, 3)
-"""Units that stay at each end of a run of alike blocks, in the order tried, because end units may be special.
+"""Numbers of units that stay at each end of a run of alike blocks, in the order tried, because end units may be
+special.
 
 With one unit many models fail. The first block of Mamba-2 reads an embedding of another type, and Llama-3's first block
 fetches it from the host. The last block of T5 and of Whisper adds its gradient of the positions to no other gradient.
@@ -83,32 +84,31 @@ fetches it from the host. The last block of T5 and of Whisper adds its gradient 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """The runtime's `Compiler`: trace, plan and lower a call with the user's arguments of `compile`.
+    """Trace, plan, lower and verify calls with the user's arguments of `compile`, for the runtime's protocol
+    `Compiler`.
 
     Args:
         cluster: the hardware of the prices; None: this machine.
         fixed: the plan that training calls must use.
         made: a finished plan, for calls of its program on its mesh.
-        before: a plan that searches begin with; the result is no worse if it fits.
+        before: a plan that searches begin with; the result is no slower if it fits.
         precision: the type of computation if the model's parameters are wider; None: the model's own types.
-        traced: a traced program of training calls.
-        traces: programs of the candidates of one call of `plan`; None: each call is traced.
+        traced: the program of training calls, if it is traced already.
+        traces: a store of programs for all candidates of one call of `plan`; None: each call is traced.
         state_ratio: bytes of optimizer state per byte of parameters, for programs without the state.
         has_update: whether the update of an optimizer is traced. Constraints may then name its state.
         micro_batches: number of micro-batches in a training step.
-        load: other stages and micro-batches of a pipeline rank.
-        with_kernels: let Triton kernels replace operators, and predict so.
-        for_compiler: lower for a compiler that fuses, without Triton kernels. The prediction takes its kernels for
-            ours.
-        with_native: let torch's fused kernels run semantic operators, rather than their definitions.
-        cuda_graph: predict steps that are launched from CUDA graphs.
+        load: number of stages and of micro-batches in flight on a pipeline rank.
+        with_kernels: whether Triton kernels replace operators, in programs and predictions.
+        for_compiler: whether a compiler fuses the program instead. The prediction counts our Triton kernels as its own.
+        with_native: whether torch's fused kernels run semantic operators; otherwise their definitions run.
+        cuda_graph: whether predictions are for steps launched from CUDA graphs.
         recipe: restricts the search; None: no restriction.
         change: the change of a question.
-        gather_outputs: make outputs whole on every rank, except constrained outputs.
+        gather_outputs: whether outputs are made whole on every rank, except constrained outputs.
         progress: whether searches show their progress, see `search_bar`.
         ceiling: the time limit of several searches together; None: each has its own. `begun` sets it.
-        margins: units that stay at each end of a run of alike blocks, in the order tried. A search that finds its
-            blocks not alike removes its margin.
+        margins: see `_MARGINS`. A number is removed if the blocks turn out not alike.
         others: see `compile`.
     """
 
@@ -142,7 +142,7 @@ class Planner:
     margins: list[int] = field(default_factory=lambda: list(_MARGINS), repr=False)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Compile a call for `Compiler`. The first rank plans for all ranks."""
+        """Return the compiled program of a call. The first rank plans for all ranks."""
         start = time.perf_counter()
         program = make_together(
             engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": fingerprint(made)}
@@ -151,7 +151,7 @@ class Planner:
         known = next((item for item in request.known if item.fingerprint == found), None)
         if known is not None:
             return replace(known, python=program.python)
-        # What was asked of the model's outputs does not hold of gradients in their place.
+        # Constraints on the model's outputs do not apply to gradients that are returned instead.
         planner = replace(self, gather_outputs=request.outputs is Outputs.WHOLE or bool(request.derivatives))
         free = planner._free() if request.derivatives else planner
         chosen = engine.share(lambda: free._plan_for(program, request, engine.mesh))
@@ -177,15 +177,15 @@ class Planner:
     def record_initialisation(
         self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
     ) -> Initialisation:
-        """Record an initialisation for `Compiler`."""
+        """Record how a model initialises its tensors, see `tracing.record_initialisation`."""
         return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Check the guards for `Compiler`."""
+        """Whether a program still holds for these inputs and state, see `tracing.check_guards`."""
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
-        """Trace a call for `Compiler`.
+        """Return the traced program of a call.
 
         Raises:
             NotAvailableError: gradients in float16.
@@ -202,16 +202,14 @@ class Planner:
             return self.traced
         program = trace_call(request, self.loss_fn, self.precision)
         if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
-            planned = replace(request, outputs=Outputs.AS_PLANNED)  # what was planned runs
+            planned = replace(request, outputs=Outputs.AS_PLANNED)  # the planned program runs
             program = trace_call(planned, self.loss_fn, self.precision)
         if request.update is not None:
             check_has_loss(program)
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Trace a call without the inner blocks of long lists; None if there are none, or the short model cannot
-        run.
-        """
+        """Return the traced program of a call without the inner blocks of long lists; None if that is not possible."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -229,8 +227,8 @@ class Planner:
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """Return the program of a call, and its fastest plan on any of some meshes.
 
-        A deep model is planned without its inner blocks if these are like the blocks beside them. If its plan is slower
-        than the plan before, the model is planned with all blocks.
+        A deep model is planned without its inner blocks if these are like the blocks beside them. If that plan is
+        slower than `before`, the model is planned with all blocks.
         """
         planner = self.begun()[0]
 
@@ -243,7 +241,7 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Make an object from the program without inner blocks; None if that program does not represent the whole.
+        """Return `made(program)` for the program without inner blocks; None if it does not represent the whole model.
 
         Margins whose blocks are not alike are removed from `margins`.
         """
@@ -259,8 +257,9 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """Return the planner for several searches, and their one ceiling. Its time starts now, unless it has
-        started.
+        """Return the planner with a time limit for several searches, and this limit.
+
+        A limit that runs already is kept.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
@@ -268,7 +267,7 @@ class Planner:
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
-        """Return the plan of a program on a mesh with parameters in the specs of a plan of another mesh."""
+        """Return the plan of a program on a mesh. `placed` has the specs that parameters already have, by name."""
         return self.search_and_lower(program, mesh, placed, before).plan
 
     def search_and_lower(
@@ -279,7 +278,10 @@ class Planner:
         before: Plan | None = None,
         planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """Return `search` with the lowered program of its prediction; `planning`: its problem, if built."""
+        """Return the plan of `search`, and its lowered program.
+
+        `planning` is the planning problem, if it is built already.
+        """
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
             found = plan_and_lower(program, mesh, self.cluster_for(mesh), options, planning)
@@ -291,7 +293,7 @@ class Planner:
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Control a search: show its progress, and end it by Ctrl-C.
+        """Return the control of a search, which shows its progress. Ctrl-C ends the search.
 
         Raises:
             KeyboardInterrupt: the search was ended before a choice fit.
@@ -341,7 +343,7 @@ class Planner:
         )
 
     def limit_bytes(self, mesh: Mesh) -> float | None:
-        """Return the bytes that a rank's values may take; None without a limit."""
+        """Return the bytes that the values of a rank may take; None without a limit."""
         budget: float | None = self.memory_budget
         if budget is None:
             budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
@@ -350,8 +352,8 @@ class Planner:
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """Return the fastest plan on any of some meshes; if no mesh has a plan, raise the last error.
 
-        Meshes that differ only by names are searched once, unless an argument names axes. The mesh of the least bound
-        is first. A mesh whose bound exceeds the best plan so far is skipped.
+        Meshes that differ only by names are searched once, unless an argument names axes. The mesh with the lowest
+        bound of step times is first. A mesh whose bound exceeds the best plan so far is skipped.
         """
         start = time.monotonic()
         plans, dear = list[Plan](), list[Mapping[str, float | None]]()
@@ -391,12 +393,12 @@ class Planner:
         )
 
     def cluster_for(self, mesh: Mesh) -> Cluster:
-        """Return the hardware of the prices."""
+        """Return the hardware that plans for a mesh are priced for."""
         cluster = self.cluster if self.cluster is not None else local_cluster(mesh)
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Prove the program that a call would run by a plan.
+        """Return the proof of the program that a call would run by a plan.
 
         Raises:
             VerificationError: the program could not be shown to equal the traced program.
@@ -419,7 +421,7 @@ class Planner:
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
-        """Return the plan of a call with program `program`; a deep model is planned without its inner blocks."""
+        """Return a new plan of a call. A deep model is planned without its inner blocks; the plan is then expanded."""
 
         def expanded(short: Program) -> Plan:
             return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
@@ -456,7 +458,7 @@ class Planner:
     ) -> tuple[PhasedProgram, VerificationReport | None]:
         """Return the program of one rank, and its proof if requested.
 
-        `predicted`, the lowered program of the prediction, is used unless another program runs, for example with
+        `predicted` is the lowered program of the prediction. It is used unless another program runs, for example with
         kernels.
         """
         on_pass = verify_pass if verifies_each_pass() else None
@@ -487,11 +489,11 @@ class Planner:
 
 
 def updates(program: Program) -> bool:
-    """Whether a program is a whole training step."""
+    """Whether a program is a whole training step, with the update of parameters."""
     return bool(program.outputs_of(OutputKind.PARAMETER_UPDATE))
 
 
 def _within(program: Program, placed: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """Return the given specs of parameters and state that are part of a program."""
+    """Return the entries of `placed` for parameters and state that a program has."""
     names = {slot.name for slot in program.inputs}
     return {name: spec for name, spec in placed.items() if name in names}

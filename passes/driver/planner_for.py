@@ -1,4 +1,4 @@
-"""The planner of a call."""
+"""Make the planner of a call from its arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def planner_for(
     reduce_dtype: torch.dtype | None = None,
     progress: bool | None = False,
 ) -> Planner:
-    """Return the planner of a call; its precision is the type of computation.
+    """Return the planner of a call. `call.precision` must be the type of computation, see `precision_of`.
 
     Args:
         call: the checked arguments.
         update: the traced update of an optimizer.
-        device: the device of the program.
-        reduce_dtype: type of gradients between ranks; None for their own type.
+        device: the device that runs the program.
+        reduce_dtype: the type in which gradients are sent between ranks; None: their own type.
         progress: see `search_bar`.
     """
     optimizer = call.optimizer

@@ -1,4 +1,4 @@
-"""Plans that are prices of recipes under other frameworks' runtimes: priced, and priced again for questions."""
+"""Plans that are prices of recipes under other frameworks' runtimes: made from a search, and again for questions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from passes.solver.search_control import Ceiling
 
 
 def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe]) -> Plan:
-    """Return the plan with the price of a found recipe.
+    """Return the plan of a recipe that a search found, with its price.
 
     Args:
-        found, kinds: results of `RecipeSearch.run`.
+        search: the search.
+        found, kinds: the results of `RecipeSearch.run`.
     """
     assert found.recipe is not None, "a recipe was found"
     problem = search.problem
@@ -52,33 +53,36 @@ def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, Fo
 
 @dataclass(frozen=True, slots=True)
 class PriceAgain:
-    """Search recipes again with one change, and price the fastest.
+    """Search recipes again with one change, and price the fastest recipe.
 
     Args:
-        search: the search of the plan.
+        search: the search that made the plan.
     """
 
     search: RecipeSearch
 
     @property
     def cluster(self) -> Cluster:
-        """The hardware of the recipes."""
+        """The hardware that recipes are priced for."""
         return self.search.problem.cluster
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """Return no problems: a price chooses no specs."""
+        """Return no planning problems, because the price of a recipe has no search over specs."""
         return ()
 
     def missing(self, feature: str) -> str:
-        """Return a reason why no recipe of the model has a feature; "" if one may."""
+        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it."""
         return self.search.problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the kernels that the price counts."""
+        """Return the kernels that the price of `plan` counts."""
         return plan.predicted.kernels
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Search again, and price; recipes have no choice of `specs` and `roles`."""
+        """Return the price of the fastest recipe with a change.
+
+        `change.specs` and `change.roles` do not apply to recipes.
+        """
         problem, known = self.search.problem, None
         if change.memory != 1.0:
             problem = problem.within(change.memory * problem.memory_limit)
@@ -94,7 +98,7 @@ class PriceAgain:
 
 
 def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """Return the error of a search that found no recipe."""
+    """Return the error to raise if a search over the fields of `only` found no recipe."""
     names = ", ".join(only)
     if not found.is_complete:
         return NotAvailableError(f"{search.time_budget_s:g} s ended before any recipe was priced ({names}).")

@@ -1,4 +1,4 @@
-"""`price`: the cost of an expert's recipe, by the cost models of our own plans."""
+"""`price`: predict time and memory of a step under a recipe as another framework runs it, by the plans' cost models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from passes.search.layers.price_model import PricedModel
 from passes.search.recipe_plan import recipe_plan
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
-"""Models priced so far, by model, shapes of inputs and loss."""
+"""For each model, its priced forms by shapes of inputs, loss and precision."""
 
 
 def price(
@@ -54,7 +54,7 @@ def price(
     precision: str = "bf16",
     global_batch: int | None = None,
 ) -> Plan:
-    """Price a training step under a recipe as another framework runs it, see `autoshard.price`."""
+    """Return the price of a training step under a recipe as another framework runs it, see `autoshard.price`."""
     check_model(model)
     check_loss(loss_fn)
     split_inputs(example_inputs)
@@ -81,7 +81,7 @@ def price_execution(
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """Price a training step of an execution; the errors are those of `price`."""
+    """Return the price of a training step under a recipe and its runtime, as a plan. Errors are those of `price`."""
     if execution.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
             f"offload={execution.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
@@ -105,11 +105,12 @@ def priced_model(
     *,
     whole_experts: bool = False,
 ) -> PricedModel:
-    """Return the folded form of a model; an unchanged model with such inputs is folded once.
+    """Return a model traced and folded for prices. An unchanged model is traced once for inputs of equal shapes.
 
     Args:
-        precision: type of its products, see `narrow_dtype`; None: its own.
-        whole_experts: make each layer of experts one operator, as in compiled programs. Other frameworks run its
+        model, example_inputs, loss_fn: the call to trace.
+        precision: the type of its products, see `narrow_dtype`; None: its own type.
+        whole_experts: whether each layer of experts is one operator, as in compiled programs. Other frameworks run its
             products one by one.
     """
     check_tensors(*split_inputs(example_inputs))
@@ -126,15 +127,18 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
-    """Return the 16-bit type of the products of a float32 model; None if its products have its own type."""
+    """Return the 16-bit type in which the products of a float32 model run in a precision.
+
+    None: the model's own type.
+    """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """Return a float32 model and its inputs for its products: a copy on meta in 16 bits, and inputs in 16 bits.
+    """Return a copy of a float32 model on the meta device in a 16-bit type, and its inputs in this type.
 
-    The model's own parameters are master weights.
+    The copy stands for the products. The model's own parameters stay as master weights.
     """
     on_meta: dict[int, Any] = {
         id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
@@ -170,7 +174,7 @@ def _fold(
 
 
 def _resized(leaf: Any, batch: int) -> Any:
-    """Return an input with another number of sequences; only its shape and dtype count."""
+    """Return an empty input with another number of sequences. Only its shape and dtype are read."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.ndim == 0:
@@ -185,7 +189,10 @@ def _describe(example_inputs: ExampleInputs) -> object:
 
 
 def _describe_modules(model: nn.Module) -> object:
-    """Return a key that changes with a model: its printed modules, its tensors, and the sharing between them."""
+    """Return a key that changes if a model changes.
+
+    The key has the printed modules, their tensors, and the sharing of tensors between modules.
+    """
     modules = model.named_modules(remove_duplicate=False)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     firsts: dict[int, str] = {}

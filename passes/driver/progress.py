@@ -1,4 +1,4 @@
-"""Show a search on the terminal; Ctrl-C ends it with the best plan so far."""
+"""Show the progress of a search on the terminal, and let Ctrl-C end the search with the best plan so far."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from autoshard.ir.text import format_time
 from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
-"""Shows the searched problem, its best so far (infinite for none) and its lower bound, seconds."""
+"""A function that shows the progress of a search.
+
+Its arguments are the name of the problem, the best step so far (infinite for none), and the lower bound, in seconds.
+"""
 
 
 @contextmanager
 def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | None]:
-    """Show a bar on standard error that fills as time runs out; None if nothing is shown.
+    """Show a bar on standard error that fills as the time budget runs out. Yield the function that updates it.
 
-    On a terminal the bar disappears when the search ends. Elsewhere its last state stays.
+    Nothing is shown, and None is yielded, if `progress` says so. On a terminal the bar disappears when the search ends.
+    Elsewhere its last state stays.
 
     Args:
         time_budget_s: seconds that the search may take.
@@ -51,8 +55,8 @@ def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | N
 def interruptible(control: SearchControl) -> Iterator[None]:
     """Let the first Ctrl-C stop the search of `control`, and the next raise KeyboardInterrupt.
 
-    The first also raises while a problem is built, see `SearchControl.stop`. Other threads, and programs with their own
-    SIGINT handler, are unaffected.
+    While a problem is built, the first Ctrl-C raises too, see `SearchControl.stop`. Other threads, and programs with
+    their own SIGINT handler, are unaffected.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():

@@ -37,7 +37,7 @@ Kwargs = Mapping[str, Any]
 
 
 def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
-    """Prove again every program compiled so far, see `autoshard.verify`."""
+    """Prove every program compiled so far again, and return the proof of the latest, see `autoshard.verify`."""
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     if not isinstance(sharded, ShardedModule):
         raise TraceError(
@@ -53,7 +53,10 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Prove a program, or all stages of one and their order."""
+    """Return the proof of a program. The proof of a program with stages also has its stages and their order.
+
+    `is_added_up` says whether the gradients of several micro-batches are summed.
+    """
     reports = []
     for part in program.parts:
         verify_phases(part)
@@ -66,7 +69,7 @@ def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> Verification
 
 
 def prove_model(call: Call) -> VerificationReport:
-    """Plan a call, lower it, and prove the program of each rank, see `autoshard.prove`."""
+    """Plan a call, lower the plan, and return the proof of each rank's program, see `autoshard.prove`."""
     optimizer = call.optimizer
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())
@@ -90,7 +93,7 @@ def prove_model(call: Call) -> VerificationReport:
 
 
 def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the inputs of one of a plan's micro-batches; inputs of that size are returned unchanged."""
+    """Return the inputs of one micro-batch of a plan. Inputs that already have its size are returned unchanged."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs
@@ -99,7 +102,7 @@ def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _prove_stages(planner: Planner, request: Request, plan: Plan) -> VerificationReport:
-    """Lower the stages of a plan, and prove them and their order."""
+    """Lower the stages of a plan, and return the proof of all stages and of their order."""
     assert plan.order is not None, "a plan with stages has an order"
     pipeline = pipeline_of(plan.mesh, plan.schedule, plan.order.virtual_stages, plan.micro_batches)
     assert pipeline is not None, "an axis carries stages"

@@ -1,4 +1,4 @@
-"""`plan(model, cluster, global_batch=...)`: the fastest recipe for a whole training step, pipelines included."""
+"""`plan(model, cluster, global_batch=...)`: search the fastest recipe of a whole training step, pipelines included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from passes.search.search_recipes import FoundRecipe, Watch
 from passes.solver.search_control import Ceiling
 
 _AXES = 3
-"""Axes of more than one device that recipes are assumed to have, to count communicators."""
+"""The assumed number of mesh axes with several ranks. Each axis takes memory for its communicators (`room_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RecipeSearch:
 
     Args:
         call: the arguments of `autoshard.plan`.
-        problem: the recipes to search.
+        problem: the recipes to search, with their prices and the memory limit.
         before: the recipe where the search begins, if any.
     """
 
@@ -52,11 +52,11 @@ class RecipeSearch:
         return self.call.time_budget_s
 
     def run(self) -> tuple[FoundRecipe, Mapping[str, FoundRecipe]]:
-        """Return the fastest recipe that fits, and the fastest of each known kind.
+        """Return the fastest recipe that fits, and the fastest recipe of each known kind by the kind's name.
 
         Raises:
-            DoesNotFitError: no recipe fits; has the least memory of any recipe.
-            NotAvailableError: time ran out before any price, or `compile` runs no recipe that fits.
+            DoesNotFitError: no recipe fits. The error has the least memory of any recipe.
+            NotAvailableError: time ran out before a recipe was priced, or `compile` can run no recipe that fits.
         """
         ceiling = Ceiling.within(self.time_budget_s)
         with search_bar(self.time_budget_s, self.call.progress) as show:
@@ -78,22 +78,22 @@ class RecipeSearch:
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
 
     def _is_priced_elsewhere(self) -> bool:
-        """Whether some recipe fits that has no program of ours."""
+        """Whether some recipe fits in memory if recipes that `compile` cannot run are allowed."""
         free = replace(self.problem, runs=False)
         least = free.smallest(ceiling=Ceiling.within(self.time_budget_s))
         return least.recipe is not None and least.objective <= free.memory_limit
 
 
 def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
-    """Return the search for the fastest recipe of a call; its constraints are fields of recipes.
+    """Return the search for the fastest recipe of a call. The call's constraints are on fields of recipes.
 
     Args:
         call: the arguments of `autoshard.plan`.
-        global_batch: sequences of a step.
+        global_batch: number of sequences in a step.
 
     Raises:
         RecipeError: a constraint names an unknown field of recipes, or an unknown value.
-        NotAvailableError: recipes or compile lack the optimizer or precision, or a constraint is on a value's spec.
+        NotAvailableError: recipes or `compile` do not support the optimizer or precision, or a constraint gives a spec.
     """
     model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target)
     assert call.example_inputs is not None, "plan takes example inputs"
@@ -118,7 +118,7 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
 
 def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
-    """Return the profile by which recipes for `compile` are ranked; plans are priced by their lowered programs."""
+    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs."""
     overlaps = overlap_of(cluster) is not None
     return replace(
         OURS,
@@ -131,7 +131,7 @@ def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runti
 
 
 def _given(recipe: Recipe) -> Only:
-    """Return the searched fields that a recipe decides."""
+    """Return the searched fields that a recipe fixes, each with its one allowed value."""
     values = {name: getattr(recipe, name) for name in SEARCHED}
     return {name: (value,) for name, value in values.items() if value is not None}
 
@@ -139,7 +139,10 @@ def _given(recipe: Recipe) -> Only:
 def problem_of(
     counted: CountedModel, cluster: Cluster, base: Execution, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
-    """Return the search for a model's recipe within a number of bytes per device; None: the device's memory."""
+    """Return the search problem of a model's recipes.
+
+    `memory_budget` is bytes on each device; None: the device's memory.
+    """
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
@@ -147,21 +150,21 @@ def problem_of(
 def base_recipe(
     model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
 ) -> Execution:
-    """Return the fixed part of searched recipes, from a call of `plan`."""
+    """Return the fields that all searched recipes of a call share."""
     return Execution(
         global_batch=global_batch, precision=products_precision(model, precision), optimizer=optimizer_name(optimizer)
     )
 
 
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
-"""Precisions of a dtype's models, the model's own first."""
+"""For the dtype of a model's parameters, the precisions that its products may have, the usual precision first."""
 
 
 def products_precision(model: nn.Module, asked: str | None) -> str:
-    """Return the precision of a model's products in recipes; `asked` None: the model's own.
+    """Return the precision of a model's products in recipes. `asked` is the user's precision; None: the model's own.
 
     Raises:
-        NotAvailableError: a model of its types has no such products.
+        NotAvailableError: products of a model of this dtype do not run in this precision.
     """
     narrow = narrow_dtype(model, asked)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -180,7 +183,11 @@ def products_precision(model: nn.Module, asked: str | None) -> str:
 
 
 def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
-    """Return the name of an optimizer in recipes, or raise `NotAvailableError`."""
+    """Return the name of an optimizer in recipes.
+
+    Raises:
+        NotAvailableError: recipes do not know the optimizer.
+    """
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
     if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"
@@ -193,7 +200,7 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
 
 
 def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
-    """Return the error if no recipe fits: the least memory of any recipe, and its largest parts."""
+    """Return the error to raise if no recipe fits. It has the recipe with the least memory, and its largest parts."""
     least = problem.smallest(ceiling=ceiling)
     kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
     if least.recipe is None:
@@ -218,7 +225,7 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
 
 
 def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
-    """Return the way out if no recipe fits: fewer constraints, if recipes fit without any."""
+    """Return advice for the case that no recipe fits: fewer constraints if that helps, or else more memory."""
     free = replace(problem, pinned={}).smallest(ceiling=ceiling) if problem.pinned else None
     if free is None or free.recipe is None or free.objective > problem.memory_limit:
         return "Use more devices, or devices with more memory."
@@ -226,7 +233,7 @@ def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
 
 
 def _without(problem: RecipeProblem, name: str) -> RecipeProblem:
-    """Return a problem without the constraint on a field."""
+    """Return a problem without the constraint on the field `name`."""
     return replace(problem, pinned={other: values for other, values in problem.pinned.items() if other != name})
 
 

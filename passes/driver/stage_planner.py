@@ -1,4 +1,4 @@
-"""The runtime's compiler for a mesh with a pipeline axis: stages run training steps, and calls without gradients."""
+"""The runtime's `Compiler` for a mesh with a pipeline: stages run training steps, and calls without gradients."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _OF_FORWARD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT, InputKind
 
 @dataclass(frozen=True, slots=True)
 class StagePlanner:
-    """The runtime's `Compiler` for a mesh with a pipeline axis.
+    """The runtime's protocol `Compiler` for a mesh with the axis "pipeline".
 
     Args:
-        planner: plans and lowers a stage, and any call without stages.
+        planner: plans and lowers single stages, and calls without stages.
         pipeline: the pipeline of the call.
         rank: this process's rank in the pipeline, or None if one process simulates all ranks.
-        homes: the stage of each parameter, by name, once a program decided it.
+        homes: for the name of each parameter, its stage. The first compiled program fills the dict.
     """
 
     planner: Planner
@@ -50,7 +50,7 @@ class StagePlanner:
     homes: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Compile a call for `Compiler`. The first rank plans for all ranks."""
+        """Return the compiled program of a call. The first rank plans for all ranks."""
         if request.update is None and request.grad:
             return self._compile_whole(request, engine)
         of_gradients = replace(request, update=None)
@@ -79,7 +79,10 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """Return the planner of a call: of a step in micro-batches, or of a whole batch without gradients."""
+        """Return the planner for a call.
+
+        A training step runs in micro-batches, and a call without gradients as a whole batch.
+        """
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
@@ -89,7 +92,10 @@ class StagePlanner:
     def _plan_for(
         self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
     ) -> Plan:
-        """Return the plan of a call: the given plan of steps, or a new plan; `lowered` then gets its stages."""
+        """Return the plan of a call: the given plan of training steps, or a new plan.
+
+        A new plan's lowered stages are put into `lowered`, by number of stage.
+        """
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
             check_fits(fixed, program, self.pipeline)
@@ -103,19 +109,24 @@ class StagePlanner:
         return plan
 
     def trace(self, request: Request) -> Program:
-        """Trace a call for `Compiler`."""
+        """Return the traced program of a call, see `Planner.trace`."""
         return self.planner.trace(request)
 
     def record_initialisation(self, model: nn.Module, device: torch.device, init_fn: Any) -> Initialisation:
-        """Record an initialisation for `Compiler`."""
+        """Record how a model initialises its tensors, see `Planner`."""
         return self.planner.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Check the guards for `Compiler`."""
+        """Whether a program still holds for these inputs and state, see `Planner`."""
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Compile a call with autograd's gradients. A process that simulates all ranks holds all parameters."""
+        """Compile a call with autograd's gradients without stages. The process must simulate all ranks, to hold all
+        parameters.
+
+        Raises:
+            NotAvailableError: there is a process for each rank.
+        """
         if self.rank is not None:
             raise NotAvailableError(
                 "A call of step.sharded wants gradients. With a process per rank, each rank holds only the parameters "
@@ -132,7 +143,10 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Return inputs and results of all stages, and updates of this process, as one program that never runs."""
+    """Return the inputs and results of all stages, and the updates of the stages `own`, as one program.
+
+    The program describes what a process takes and returns. It never runs.
+    """
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:
         for slot in stage.phased.lowered.inputs:

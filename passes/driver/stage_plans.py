@@ -1,8 +1,8 @@
-"""Plan a pipeline's steps, and calls without gradients: cut into stages, search their specs, predict the order.
+"""Plan training steps in a pipeline, and calls without gradients: cut into stages, search each, predict the schedule.
 
-A stage is searched with the memory of its rank, as if all stages there were like it. It counts the most micro-batches
-in flight in the order (`StageLoad`). If a rank then still exceeds its memory, the limits of its stages are lowered
-until the rank fits.
+The specs of a stage are searched as if all stages on its rank were like it, within the rank's memory. The stage counts
+the most micro-batches in flight in the schedule (`StageLoad`). If a rank then still exceeds its memory, the limits of
+its stages are lowered, and they are searched again, until the rank fits.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from passes.strategies.price_nodes import NodePrices
 from passes.verification.verify_cut_backward import verify_cut_backward
 
 FORWARD = "forward"
-"""The name of the order of a call without gradients."""
+"""The name of the schedule of a call without gradients."""
 
 NO_PROGRAMS: Mapping[int, PhasedProgram] = MappingProxyType({})
-"""No stage is lowered yet."""
+"""The lowered programs by number of stage, before any stage is lowered."""
 
 _TRIES = 8
-"""Number of searches of a stage, each within a lower limit, before its pipeline does not fit."""
+"""The number of searches of a stage, each within a lower limit, before an error says that the pipeline does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlans:
-    """Plan training steps, and calls without gradients, in stages.
+    """Plan the stages of training steps, and of calls without gradients.
 
     Args:
-        planner: plans and lowers a stage.
+        planner: plans and lowers single stages.
         pipeline: the pipeline of the call.
         problems: see `StageSearch`.
     """
@@ -81,9 +81,10 @@ class StagePlans:
         Args:
             program: forward and backward, or a forward alone.
             request: the traced call; its update is planned with each stage.
-            homes: the stage of each parameter that has one, by name.
-            before: a plan of this program in as many stages. Its cuts are kept, and searches begin with it.
-            kept: stages by number that stay unchanged, unless a rank lacks memory for them.
+            homes: for the names of parameters that already have a stage, its number.
+            before: a plan of this program in as many stages. The program is cut at the same places, and searches begin
+                with this plan.
+            kept: by number, lowered stages that stay as they are, unless a rank lacks memory for them.
 
         Raises:
             DoesNotFitError: a rank needs more memory than it has.
@@ -102,7 +103,7 @@ class StagePlans:
         return self._cut(program, request, cuts=plan.cuts)
 
     def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
-        """Return the planning problem of a stage of a plan; built once."""
+        """Return the planning problem of stage `number` of a plan. It is built at the first call."""
         if number not in self.problems:
             cut, order = self.cut(program, plan, request), self.order(request)
             self.problems[number] = self._search(cut, order, request, None).problem(number)
@@ -111,13 +112,15 @@ class StagePlans:
     def lower(
         self, program: Program, plan: Plan, request: Request, lowered: Mapping[int, PhasedProgram] = NO_PROGRAMS
     ) -> tuple[StagedProgram, list[VerificationReport]]:
-        """Lower and prove the stages of a plan; their order is proven before it runs.
+        """Return the lowered stages of a plan, and the proof of each stage that is lowered here.
+
+        The order of the stages is proven elsewhere, before it runs (`verify_schedule`).
 
         Args:
             program: the program given to `plan`.
             plan: its plan.
             request: the call given to `plan`.
-            lowered: programs from `plan` by number of stage, if made in this process.
+            lowered: by number of stage, programs that `plan` has lowered in this process.
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
@@ -138,7 +141,7 @@ class StagePlans:
         return _staged(cut, plan.order, stages, program), reports
 
     def order(self, request: Request) -> PipelineOrder:
-        """Return the order of tasks on each rank."""
+        """Return the order of tasks (forward and backward of a stage and micro-batch) on each pipeline rank."""
         pipeline = self.pipeline
         if request.update is None:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
@@ -149,7 +152,7 @@ class StagePlans:
         return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
-        """Return the most micro-batches that each rank holds; one for a call without gradients."""
+        """Return, for each rank, the most micro-batches in flight over its stages; one for a call without gradients."""
         pipeline = self.pipeline
         if not order.trains:
             return (1,) * pipeline.ranks
@@ -164,7 +167,10 @@ class StagePlans:
         cuts: tuple[str, ...] = (),
         homes: Mapping[str, int] | None = None,
     ) -> CutProgram:
-        """Return the programs of the stages, each with its update."""
+        """Return the programs of the stages, each with its update.
+
+        `cuts` and `homes` fix the cuts, see `SplitStages`.
+        """
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
         blocks = None if self.planner.recipe is None else self.planner.recipe.stage_layers
@@ -182,15 +188,20 @@ class StagePlans:
                 )
 
     def sharded_outputs(self, program: Program) -> frozenset[str]:
-        """Return the names of the outputs that stay split."""
+        """Return the names of the outputs that stay split over ranks."""
         return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
 
     def _fitting(
         self, search: StageSearch, program: Program, kept: Mapping[int, StageProgram]
     ) -> tuple[list[StageProgram], PipelinePrediction]:
-        """Return stages with which each rank has enough memory for its micro-batches in flight.
+        """Return the planned stages of a pipeline that fits in the memory of each rank, and the prediction of the
+        pipeline.
 
-        The limits of stages on ranks that exceed their memory are lowered; alike stages get the least of their limits.
+        Stages on ranks that exceed their memory are searched again within lower limits. Alike stages get the least of
+        their limits.
+
+        Raises:
+            DoesNotFitError: the pipeline does not fit after `_TRIES` searches, or a stage has no smaller plan.
         """
         cut, order = search.cut, search.order
         cluster, update = self.planner.cluster_for(self.pipeline.mesh), search.request.update
@@ -216,7 +227,7 @@ class StagePlans:
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
                 form = search.forms[number]
-                is_least = form in search.least  # a search within less finds nothing else
+                is_least = form in search.least  # a lower limit would give the same plan
                 if over[rank] > 0 and not is_least:
                     less = min(has, limit or has) - max(1, over[rank])
                     least[form] = min(less, least.get(form, less))
@@ -250,7 +261,7 @@ class StagePlans:
         stages: Sequence[StageProgram],
         predicted: PipelinePrediction,
     ) -> Plan:
-        """Return one plan of all stages."""
+        """Return one plan of the whole step from the plans of its stages."""
         plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
         crossing = {item.name for item in cut.crossings}
         nodes = program.nodes_by_name()
@@ -288,7 +299,7 @@ class StagePlans:
 
 
 def check_fits(plan: Plan, program: Program, pipeline: Pipeline) -> None:
-    """Raise `PlanMismatchError` if a plan of stages is for another program or mesh."""
+    """Raise `PlanMismatchError` if a plan with stages is for another program or mesh."""
     assert plan.order is not None, "it is a plan of stages"
     if plan.mesh != pipeline.mesh:
         raise PlanMismatchError(
@@ -307,7 +318,11 @@ def _of_another_step(plan: Plan) -> PlanMismatchError:
 
 
 def check_stays(program: Program) -> None:
-    """Refuse values that stages cannot share yet."""
+    """Check that a program has no values that stages cannot share.
+
+    Raises:
+        NotAvailableError: a call changes buffers or attributes, or the model branches on a parameter's value.
+    """
     buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
     if buffers:
         raise NotAvailableError(
@@ -341,7 +356,11 @@ def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram
 
 
 def _check_crossings(staged: StagedProgram) -> None:
-    """Check that each crossing value is made by the stage before its reader, in the shape that the reader takes."""
+    """Check the values that cross between stages: maker and reader agree in shape and dtype, and in the stages' order.
+
+    Raises:
+        VerificationError: they disagree.
+    """
     for crossing in staged.crossings:
         made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
         taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)

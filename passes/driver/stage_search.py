@@ -1,4 +1,4 @@
-"""Search the stages of a pipeline, each within a limit of memory; alike stages are searched once."""
+"""Search the specs of each stage of a pipeline within a memory limit. Alike stages are searched once."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _LOGGER = logging.getLogger(__name__)
 _OF_MODEL = "output:"
 
 _MARGIN = 1
-"""Units that stay at each end of a run of alike blocks; see `leave_out_units`."""
+"""Units that stay at each end of a run of alike blocks in a stage, see `leave_out_units`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSearch:
-    """The search of the stages of one cut.
+    """The search of all stages of one cut of a program.
 
     Args:
         planner: the planner of the whole call.
         mesh: the mesh of each stage.
         cut: the programs of the stages.
-        order: the order of the step.
-        in_flight: the most micro-batches that each rank holds.
+        order: the order of tasks on each rank.
+        in_flight: for each rank, the most micro-batches that it holds.
         request: the call.
         before: a plan of the call in as many stages, with which searches begin.
-        problems: planning problems by the form of their stage, or by its number; for one program and its cuts.
-        found: results by form and limit: the number of the stage, and its plan and program.
-        least: sufficient bytes that a failed search of a form named.
-        forms: forms of the stages, by number, see `form_of`.
+        problems: planning problems, by form or by number of a stage. They belong to one program and its cuts.
+        found: results by form and memory limit: the number of the searched stage, and its plan and program.
+        least: for forms without a plan within a limit, the bytes of the smallest plan.
+        forms: for each stage, a key that alike stages share, see `form_of`.
     """
 
     planner: Planner
@@ -69,12 +69,13 @@ class StageSearch:
         self.forms.extend(self._form(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
-        """Return the plan and program of a stage within a limit of its rank's memory, or within the least known limit.
+        """Return the plan and program of a stage within a memory limit of its rank, in bytes.
 
-        A stage that is like a searched stage has the graphs of that stage, and its own slots.
+        If nothing fits in the limit, the stage is searched within the bytes of the smallest plan that is known. A stage
+        like a searched stage shares that stage's graphs, and has slots with its own names.
 
         Raises:
-            DoesNotFitError: no plan of the stage fits, and no plan above the limit is known.
+            DoesNotFitError: no plan of the stage fits, and no larger plan is known.
         """
         key = self.forms[number], limit
         if key not in self.found:
@@ -86,15 +87,18 @@ class StageSearch:
         return StageProgram(rename_slots(made.phased, alike, own), rename_plan(made.plan, alike, own), is_alike=True)
 
     def alike(self, number: int) -> Sequence[int]:
-        """Return the numbers of the stages that are like a stage, itself among them."""
+        """Return the numbers of all stages that are like stage `number`, with this number."""
         return [other for other, form in enumerate(self.forms) if form == self.forms[number]]
 
     def problem(self, number: int) -> PlanningProblem:
-        """Return the planning problem of a stage with all its blocks."""
+        """Return the planning problem of stage `number` with all its blocks."""
         return self._share(number, None).problem(self.cut.stages[number], self.mesh, {})
 
     def _form(self, number: int) -> Hashable:
-        """Return the form of a stage; its number if a question changes this stage alone."""
+        """Return the key of a stage that alike stages share.
+
+        It is the stage's number if a question changes this stage alone.
+        """
         stage, change = self.cut.stages[number], self.planner.change
         if change.specs and change.stage == number:
             return number
@@ -112,14 +116,17 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _share(self, number: int, limit: float | None) -> Planner:
-        """Return the planner of a stage within a limit of its rank's memory; None: the whole planner's limit."""
+        """Return the planner for one stage within a memory limit of its rank, in bytes.
+
+        None means the call's own limit.
+        """
         change = self.planner.change
         if change.stage != number:
             change = replace(change, specs={})
         return replace(
             self.planner,
             fixed=None,
-            gather_outputs=False,  # what crosses stages is no output of the model
+            gather_outputs=False,  # values that cross stages are no outputs of the model
             constraints=self._constraints(self.cut.stages[number]),
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=self.planner.memory_budget if limit is None else int(limit),
@@ -128,17 +135,17 @@ class StageSearch:
         )
 
     def load(self, number: int) -> StageLoad:
-        """Return the largest load of a rank with a stage like this one."""
+        """Return the load of a stage: the most stages and micro-batches in flight of any rank with an alike stage."""
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """Return a stage within a limit, or within the least known memory if that is more."""
+        """Search a stage within a limit. If no plan fits, search within the bytes of the smallest known plan."""
         try:
             return self._search_within(number, limit)
         except DoesNotFitError as error:
-            if limit is None or error.smallest_bytes <= limit:  # none is known
+            if limit is None or error.smallest_bytes <= limit:  # no larger plan is known
                 raise
             self.least[self.forms[number]] = error.smallest_bytes
             return self._search_within(number, error.smallest_bytes)
@@ -169,12 +176,15 @@ class StageSearch:
 
 
 def lowered_stage(phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
-    """Return a stage's program for its order, with its backward cut if the order cuts backwards."""
+    """Return a stage from its lowered program and plan.
+
+    If the order has separate tasks for gradients of inputs and of weights, the backward is cut in two.
+    """
     return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
 
 
 def constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """Return the constraints that apply to a stage."""
+    """Return the constraints that match an input, output, parameter or state of a stage."""
     state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
     names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
     names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}

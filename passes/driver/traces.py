@@ -1,4 +1,4 @@
-"""Trace calls. Candidates on several meshes plan the same micro-batch, so their call is traced once."""
+"""Trace calls to programs. Candidates on several meshes plan the same micro-batch, so its call is traced once."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Programs by call and margin of blocks; calls are equal if their fields are."""
+    """A store of traced programs by call and margin of left-out blocks.
+
+    Calls are equal if their fields are the same objects.
+    """
 
     found: dict[Hashable, tuple[Request, Program | None]] = field(default_factory=dict, repr=False)
 
     def once(self, request: Request, margin: int | None, trace: Callable[[], Program | None]) -> Program | None:
-        """Return the program of a call, from an earlier trace or from `trace`.
+        """Return the program of a call, from an earlier trace or else from `trace`.
 
         Args:
             request: the call.
-            margin: see `Planner.trace_with_gaps`; None: the whole program.
-            trace: makes the program.
+            margin: see `Planner.trace_with_gaps`; None: the program has all blocks.
+            trace: a function that makes the program.
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
         if key not in self.found:
-            self.found[key] = request, trace()  # the request keeps its fields, so that no other has their ids
+            self.found[key] = request, trace()  # the request keeps its fields alive, so no other object gets their ids
         return self.found[key][1]
 
 
 def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
-    """Trace a call.
+    """Return the traced program of a call.
 
     Args:
         request: the call.

@@ -1,1 +1,1 @@
-"""From a planned program to a rank's program: local shapes, collectives, phases, kernels."""
+"""Lower a planned program to the program that each rank runs: local shapes, collectives, phases, kernels."""

@@ -1,7 +1,8 @@
-"""The bound rules of a program's calls, and the strategies that plans name for them.
+"""Look up the bound rule of each call of a program, and the strategy that a plan gives the call, with caches.
 
-A search lowers one program by several plans, and the program's blocks are alike. The rule of calls that look alike is
-bound once and cached with the program's graph, as long as the operator keeps that rule. So are the strategies.
+A bound rule is the sharding rule of an operator with the sizes of one call. A search lowers one program by several
+plans, and the program repeats equal calls. So the bound rules are cached with the program's graph, one for all equal
+calls. A rule is bound again if another rule is registered for its operator. Strategies are cached too.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ _KEPT = "autoshard: bound rules"
 
 @dataclass(frozen=True, slots=True)
 class BoundRules:
-    """Bound rules of calls, each with its rule function.
+    """The cached bound rules and strategies of a program's calls.
 
     Args:
-        program: the program in planning form.
-        ranges: ranges of its values.
+        program: the prepared program.
+        ranges: range of each value of the program (`find_ranges`).
+        found: rule function and bound rule of each call that was looked up.
+        alike: bound rule by a key that equal calls share.
+        strategies: strategy by bound rule, mesh, and specs in the plan.
     """
 
     program: Program
@@ -43,14 +47,14 @@ class BoundRules:
 
     @classmethod
     def of(cls, program: Program) -> BoundRules:
-        """Return the cached rules of a program."""
+        """Return the `BoundRules` that are stored with the program's graph, new ones if there are none."""
         kept = program.graph_module.meta.get(_KEPT)
         if kept is None or kept.program is not program:
             kept = program.graph_module.meta[_KEPT] = cls(program, find_ranges(program.graph_module))
         return kept
 
     def of_call(self, node: fx.Node) -> BoundRule | None:
-        """The rule of a call, or None."""
+        """Return the bound rule of a call, or None if its operator has no rule."""
         function, rule = self.found.get(node, (None, None))
         known = find_rule(node.target)
         if function is None or function is not known:
@@ -63,7 +67,11 @@ class BoundRules:
         return rule
 
     def strategy(self, node: fx.Node, mesh: Mesh, node_plan: NodePlan) -> Strategy:
-        """The strategy of a call that a plan names; see `match_strategy`."""
+        """Return the strategy of a call that has the specs of `node_plan` (`match_strategy`).
+
+        Raises:
+            PlanMismatchError: the call's rule admits no such strategy.
+        """
         rule = self.of_call(node)
         key = (id(rule), mesh, node_plan.inputs, node_plan.outputs)  # `alike` keeps the rule
         if key not in self.strategies:

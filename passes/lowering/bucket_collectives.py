@@ -1,12 +1,15 @@
-"""Reduces many gradients, or gathers many parameters, in one collective.
+"""Joins the collectives of many gradients or many parameters in buckets, with one collective for each bucket.
 
-Before → after: `wait(all_reduce(a))`, `wait(all_reduce(b))` → `flat = wait(all_reduce(cat([a, b])))`, and `a`, `b` are
-views of `flat`. In a reduce-scatter each member has a row for each rank, `cat([a, b], 1)`. In an all-gather the result
-has such rows, and members are copied out of them. A bucket starts at its last member's start, and its wait is at the
-first member's wait. So collectives share a bucket only if all their results are read after the last start. `WaitLate`
-ensures this for gradients, and for updated parameters. Members agree in collective, group, reduction and type. Their
-order in the bucket is the order of the phase's results. `passes.verification.expand_collectives` inverts the rewrite
-for verification.
+Before → after: `wait(all_reduce(a))`, `wait(all_reduce(b))` → `flat = wait(all_reduce(cat([a, b])))`, and both results
+are views of `flat`. In a reduce-scatter each member has one row for each rank, so members are joined by `cat([a, b],
+1)`. In an all-gather the result has one row for each rank, and each member is copied out of all rows.
+
+A bucket's collective stands at the start of its last member, and its wait at the first member's wait. So collectives
+share a bucket only if none of their results is read before the last of them starts. `WaitLate` arranges this for
+gradients and for updated parameters. The members of a bucket have equal collectives, process groups, reductions and
+dtypes. Their order in the bucket is the order of the phase's results.
+
+`passes.verification.expand_collectives` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -38,19 +41,21 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class BucketCollectives:
-    """Puts collectives into buckets.
+    """Puts the collectives of each phase into buckets.
 
-    Sizes are bytes of one rank's piece of a bucket, as one step of a ring sends. Their time then exceeds a step's
-    latency for any number of ranks.
+    Collectives that may share buckets are of one kind. The size of a bucket is the bytes of one rank's piece, which one
+    step of a ring sends. So buckets of one size have the same share of latency on any number of ranks.
+
+    Let `largest` be an eighth of all bytes of the kind, within `least_bytes` and `most_bytes`. Then there are so few
+    buckets that their latency is negligible. A bucket of several members does not exceed `largest`. It is also at most
+    as large as all earlier buckets together, so that the first buckets start soon. It is at most half of the remaining
+    bytes, so that little is under way when computation ends. The last two limits do not apply below `end_bytes`.
 
     Args:
-        end_bytes: every bucket may have this size, up to a quarter of the largest size. None: every bucket may have the
-            largest size.
-        least_bytes, most_bytes: limits of the largest size, which is an eighth of all bytes of the kind: few enough
-            buckets for their latency to be negligible.
-
-    A bucket is at most as large as all earlier buckets together, so that the first buckets start soon. It is at most
-    half of the rest, so that little is under way when computation ends.
+        end_bytes: a bucket may always have this size, but at most a quarter of `largest`. None: a bucket may always
+            have the size `largest`.
+        least_bytes: least value of `largest`.
+        most_bytes: greatest value of `largest`.
     """
 
     end_bytes: int | None = MIB // 2
@@ -58,7 +63,7 @@ class BucketCollectives:
     most_bytes: int = 8 * MIB
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Put the collectives of all phases into buckets."""
+        """Return the program with the collectives of all phases in buckets."""
         mesh, units = phased.lowered.mesh, LocalUnits.of(phased.lowered)
         return rewrite_phases(phased, lambda graph_module: self._rewrite(graph_module, mesh, units))
 
@@ -75,7 +80,7 @@ class BucketCollectives:
             yield from self._fill(members, self.largest_bytes(total_bytes))
 
     def largest_bytes(self, total_bytes: int) -> int:
-        """The size of the largest bucket, given the total bytes of the kind."""
+        """Return the bytes of the largest bucket, given the total bytes of collectives that may share buckets."""
         return min(self.most_bytes, max(self.least_bytes, total_bytes // 8))
 
     def _fill(self, members: Sequence[_BucketMember], most_bytes: int) -> Iterator[_Bucket]:
@@ -103,9 +108,14 @@ class BucketCollectives:
 
 
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
-    """Buckets of the members of a repeated unit, with sizes close to those in the whole program.
+    """Yield the buckets for the collectives of one repeated unit of blocks, in a program that leaves out equal units.
 
-    In the whole program a bucket may contain members of several units, if it `joins` them.
+    The collectives are spread evenly over the buckets, about as the buckets of the whole program are filled.
+
+    Args:
+        members: the collectives of the unit, in order. Each stands for `count` collectives of the whole program.
+        most_bytes: bytes of the largest bucket.
+        joins: whether a bucket of the whole program may have members of several units.
     """
     total = sum(member.size for member in members)
     ends = list(accumulate(member.size for member in members))
@@ -124,22 +134,27 @@ def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool
 
 
 def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool:
-    """Whether some bucket member is waited for before `member` starts."""
+    """Whether `member` starts after the wait for a member of the bucket, so that it cannot join the bucket."""
     return any(other.waited_at < member.started_at for other in bucket)
 
 
 def _wait_for_all(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
-    """Whether all waits for a unit's members come after the starts of the next unit's members."""
+    """Whether the collective that follows those of a unit in `members` starts before the unit's first wait."""
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketMember:
-    """A collective for a bucket, and its wait, with their places in the graph.
+    """A collective that may go into a bucket.
 
     Args:
-        count: number of collectives in the whole program that it stands for.
+        start: the node that starts the collective.
+        wait: the node that waits for it.
+        started_at: index of `start` in the graph.
+        waited_at: index of `wait` in the graph.
+        ranks: number of ranks in the process group.
+        count: number of collectives of the whole program that this collective stands for, itself included.
     """
 
     start: fx.Node
@@ -151,35 +166,35 @@ class _BucketMember:
 
     @property
     def operand(self) -> fx.Node:
-        """The sent value."""
+        """The value that each rank passes to the collective."""
         (operand,) = self.start.all_input_nodes
         return operand
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the result."""
+        """Shape of the collective's result on each rank."""
         return list(self.start.meta["val"].shape)
 
     @property
     def size(self) -> int:
-        """Bytes of one rank's piece."""
+        """Bytes of one rank's piece: the operand of an all-gather; the operand of a reduction divided by the ranks."""
         value = self.operand.meta["val"]
         return value.numel() * value.element_size() // (1 if self.start.target is ALL_GATHER else self.ranks)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Members of one bucket have equal keys."""
+        """The operator, process group, reduction, dtype and device. Only collectives with equal keys share a bucket."""
         value = self.operand.meta["val"]
         return (self.start.target, *self.start.args[1:], value.dtype, value.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Collectives that are sent together.
+    """Collectives that become one collective.
 
     Args:
-        members: in order.
-        whole_bytes: one rank's piece of the bucket in the whole program, including members of other units.
+        members: the collectives, in the order of their starts.
+        whole_bytes: bytes of one rank's piece of the bucket in the whole program, with members of left-out blocks.
     """
 
     members: tuple[_BucketMember, ...]
@@ -187,28 +202,28 @@ class _Bucket:
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """A bucket with all members of the whole program that the given members stand for."""
+        """Return a bucket that in the whole program also has all members for which the given members stand."""
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property
     def like(self) -> _BucketMember:
-        """The member whose place the bucket takes, a member outside repeated units if possible."""
+        """The member whose metadata the bucket's nodes get; a member outside of repeated blocks if there is one."""
         return min(self.members, key=lambda member: member.count)
 
     @property
     def times_as_large(self) -> float:
-        """How many times as large the bucket is in the whole program."""
+        """Bytes of the bucket in the whole program, divided by its bytes in this program; at least 1."""
         size = sum(member.size for member in self.members)
         return max(1.0, self.whole_bytes / size) if size else 1.0
 
     @property
     def is_written(self) -> bool:
-        """Whether there is anything to rewrite."""
+        """Whether the graph changes: the bucket has several members, or is larger in the whole program."""
         return len(self.members) > 1 or self.times_as_large > 1
 
 
 def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_BucketMember]:
-    """Reductions and gathers, in order."""
+    """Yield the collectives of a graph that may go into buckets, in order. Only one node reads each: its wait."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
@@ -218,7 +233,10 @@ def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_Bucket
 
 
 def _may_be_packed(node: fx.Node) -> bool:
-    """Whether a call's operand can be packed. A scattered operand needs a row for each rank."""
+    """Whether a node is a collective whose operand can be joined with other operands.
+
+    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather needs a dim.
+    """
     if node.target is ALL_REDUCE:
         return True
     value: Any = node.all_input_nodes[0].meta["val"] if is_collective(node) else None
@@ -228,7 +246,7 @@ def _may_be_packed(node: fx.Node) -> bool:
 
 
 def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[_Bucket]) -> fx.GraphModule:
-    """Copy a graph with these collectives in buckets."""
+    """Return a copy of a graph in which the members of each bucket are one collective."""
     made = _BucketRewrite(graph_module.graph)
     starts = {member.start: bucket for bucket in buckets for member in bucket.members}
     waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket.members}
@@ -244,13 +262,16 @@ def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[_Bucket]) -> fx.G
 
 @dataclass(slots=True)
 class _BucketRewrite:
-    """Copies a graph with buckets.
+    """Builds the copy of a graph with buckets, node by node.
 
     Args:
         graph: the graph.
         made: its copy.
-        copies: the copies of nodes.
-        started: the collective of each bucket, then the parts of its result, by its first member.
+        copies: copy of each node of `graph`.
+        started: the collective of each bucket in the copy, by the start of the bucket's first member.
+        parts: the call that splits the result of each bucket among its members, by the same start.
+        tracer: the tracer that appends nodes to `made`.
+        ranks: sort key of each node, for the order of members in a bucket (`_ranks`).
     """
 
     graph: fx.Graph
@@ -266,11 +287,11 @@ class _BucketRewrite:
         self.ranks = _ranks(self.graph)
 
     def copy(self, node: fx.Node) -> None:
-        """Copy a node outside all buckets."""
+        """Copy a node that is neither a start nor a wait of a bucket's member."""
         self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
     def start(self, bucket: _Bucket) -> None:
-        """Pack the members' values, and start the collective."""
+        """Emit the bucket's collective, over the joined operands of all members."""
         last: Any = bucket.members[-1].start
         if len(bucket.members) == 1:
             self.copy(last)
@@ -284,7 +305,7 @@ class _BucketRewrite:
         self.started[bucket.members[0].start] = self._call(last.target, args, bucket.like.start, bucket)
 
     def wait(self, member: _BucketMember, bucket: _Bucket) -> None:
-        """Give a member its part of the bucket's result."""
+        """Emit the result of a member, as a part of the bucket's result, in place of the member's wait."""
         if len(bucket.members) == 1:
             self.copy(member.wait)
             return
@@ -297,7 +318,10 @@ class _BucketRewrite:
         self.copies[member.wait] = result
 
     def _parts(self, bucket: _Bucket) -> fx.Node:
-        """Split the result among the members: views, or copies from rows for each rank."""
+        """Emit the wait for a bucket, and the call that splits its result among the members.
+
+        The parts are views of the result. The parts of an all-gather are copies, because each has a piece in every row.
+        """
         first: Any = bucket.members[0].start
         like = bucket.like.wait
         received = self._call(WAIT, (self.started[first],), like, bucket)
@@ -311,7 +335,7 @@ class _BucketRewrite:
         return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like, bucket)
 
     def _packed(self, bucket: _Bucket) -> list[_BucketMember]:
-        """The members of a bucket in their packed order."""
+        """Return the members of a bucket in the order in which their operands are joined."""
         return sorted(bucket.members, key=lambda member: self.ranks[member.wait])
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, bucket: _Bucket | None = None) -> fx.Node:
@@ -323,7 +347,11 @@ class _BucketRewrite:
 
 
 def _ranks(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The place of each node's value among the graph's results; all other nodes follow in graph order."""
+    """Return a sort key for each node, by which the members of a bucket are ordered.
+
+    A wait has the index of the graph's result that is made from the wait's value by calls of one operand. So have the
+    nodes in between. Other nodes come later, in the order of the graph.
+    """
     nodes = list(graph.nodes)
     ranks = {node: len(nodes) + place for place, node in enumerate(nodes)}
     results: Any = graph.output_node().args[0]

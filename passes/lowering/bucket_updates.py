@@ -1,12 +1,13 @@
-"""Updates many parameters in one call, in a graph that writes in place.
+"""Joins the optimizer updates of many parameters in one call, in a graph that writes in place.
 
 Before → after: `adam_update_(p, g, m, v, scale, hyper, ...)` of each parameter → one `adam_updates_([p, ...], [g, ...],
-[m, ...], [v, ...], scale, hyper, ...)` for all updates with equal other arguments. SGD and other optimizers are alike.
-With Triton's kernels, Adam's updates of equal dtypes become `triton_adam_updates_`.
+[m, ...], [v, ...], scale, hyper, ...)` for all updates with equal other arguments. SGD and other optimizers are joined
+in the same way. With Triton's kernels, Adam's updates of equal dtypes become `triton_adam_updates_`.
 
-An update may move to its bucket past calls that do not touch its written memory or write its operands. A gather of an
-updated parameter comes after the bucket, with everything that depends on it. If the resulting order has a cycle,
-updates stay as they are. `passes.verification.expand_buckets` inverts the rewrite for verification.
+An update may move past calls that neither read nor write its written memory, and do not write its operands. A gather of
+an updated parameter moves behind the joined call, with everything that depends on the gather. If no such order exists,
+because dependences form a cycle, all updates stay as they are. `passes.verification.expand_buckets` inverts the rewrite
+for verification.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from passes.verification.verify_in_place import written_operands
 
 @dataclass(frozen=True, slots=True)
 class _UpdateBucket:
-    """Updates that one call can perform.
+    """Updates of several parameters that become one call.
 
     Args:
-        target: the operator of that call.
-        nodes: the updates, two or more.
+        target: the operator of the call.
+        nodes: the updates, two or more, in the order of the graph.
     """
 
     target: Any
@@ -42,16 +43,18 @@ class _UpdateBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketUpdates:
-    """Puts updates of parameters into buckets.
+    """Joins updates of parameters that agree in all arguments but the tensors.
 
     Args:
-        with_triton: run suitable buckets by Triton's kernels.
+        with_triton: use a Triton kernel for Adam's updates that it supports.
     """
 
     with_triton: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Copy a graph that writes in place, with its updates in buckets."""
+        """Return a copy of a graph that writes in place, with its updates joined. Without joined updates, return the
+        graph itself.
+        """
         return _bucketed(graph_module, self.with_triton)
 
 
@@ -90,7 +93,10 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """The operator for a bucket with this update, and the dtypes in which its members agree."""
+    """Return the operator that performs many updates like `node`, and the dtypes in which these must agree.
+
+    Only the Triton kernel has such dtypes; the tuple is empty for other operators.
+    """
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
     if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
@@ -103,16 +109,17 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """The value of an operand, through copies."""
+    """Return the fake value of an operand, or of the value that it copies; None if neither is known."""
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     return operand.meta.get("val")
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
-    """The nodes with each bucket at one place, named by its first node; None if no such order exists.
+    """Return the nodes in an order in which each bucket is one call; None if no such order exists.
 
-    Among possible next nodes, the earliest of the graph comes first.
+    The first update of a bucket stands for the bucket, and its other updates are left out. If several nodes may come
+    next, the node that comes first in the graph is next.
     """
     names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -138,9 +145,10 @@ def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[
 
 
 def _dependences(graph: fx.Graph) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """Each node with the nodes that must stay before it, by operands and by reads and writes of memory.
+    """Yield each node with the set of nodes that must stay before it.
 
-    A view counts as a read, because it may become a copy.
+    These are its operands, earlier writers of memory that it reads or writes, and earlier readers of memory that it
+    writes. A view counts as a reader, because it may become a copy.
     """
     writer: dict[fx.Node, fx.Node] = {}
     readers: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)

@@ -1,16 +1,19 @@
-"""Chooses groups of operators for one generated kernel each, by the time saved under the cost model.
+"""Chooses groups of calls, each of which one generated kernel computes, so that the program saves most time.
 
-Each call that a kernel can compute starts as a group of its own. Then the two groups whose union saves most time are
-merged, repeatedly, until no union saves time. Candidates are a maker and a reader of a value, and two readers of a
-value. The time of a group is that of a launch and of moving its operands and results (`cost_models.compute`); without a
-device, its bytes. Ties are decided by the order of the program, so the choice is equal on all ranks.
+1. Each call that a kernel can compute is a group of its own.
+2. Two groups may be merged if one makes a value that the other reads, or if both read one value.
+3. The two groups whose union saves most time are merged, again and again, until no union saves time.
+
+The time of a group is the time of a launch and of moving its operands and results (`cost_models.compute`). If the
+device is unknown, bytes are compared in place of time. Ties are decided by the order of the program, so all ranks
+choose the same groups.
 
 A union is legal if
 
 1. one kernel can compute it (`autoshard.kernels.generated`): its loops agree, its dtypes are known, its tiles fit in
    registers;
-2. all readers of its results come after all makers of its operands. Calls are reordered for this, each as early as its
-   operands allow. Calls outside kernels (collectives, random numbers, products) keep their order;
+2. all readers of its results come after all makers of its operands. For this, each call moves as early as its operands
+   allow. Calls that no kernel computes (collectives, random numbers, matrix products) keep their order;
 3. the program overwrites nothing, and the operands are on one device.
 
 Views and constants cost nothing, and are part of every group that reads them.
@@ -40,10 +43,10 @@ from cost_models.device import Device
 from passes.lowering.count_launches import Traffic, split_sums, traffic_of
 
 _NEAREST = 8
-"""Number of nearest later readers of a value to try as partners."""
+"""Number of readers of a value, the nearest first, that are tried as partners of a group."""
 
 _WIDTH = 110
-"""Characters in a line of a docstring."""
+"""Characters in a line of a generated kernel's docstring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,13 @@ class ChosenGroup:
 
     Args:
         members: the calls, without views and constants, in order.
-        operands: the values that they read.
-        results: members that other calls read, in order.
-        group: the computation of the kernel.
-        names: a name for every value of `group`.
-        saved_bytes: bytes that no longer go through memory.
-        saved_launches: kernels that are no longer launched.
-        later: work of split sums after the kernel.
+        operands: the values that the kernel reads.
+        results: members that calls outside of the group read, in order.
+        group: the computation of the kernel, without names.
+        names: a name for every value of `group`, from the program's nodes.
+        saved_bytes: bytes of memory traffic that the kernel saves.
+        saved_launches: number of launches that the kernel saves.
+        later: launches and bytes that follow the kernel, to add up the parts of split sums.
     """
 
     members: tuple[fx.Node, ...]
@@ -72,11 +75,11 @@ class ChosenGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Launches of the kernel and of later sums, and the bytes that they read and write."""
+        """Launches and memory traffic of the kernel and of the sums that follow it."""
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """The group with its savings, given the `later` work."""
+        """Return the group with `later` set, and with its savings against one launch for each call."""
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(
@@ -86,7 +89,11 @@ class ChosenGroup:
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
-        """The group with names, for its source; `alike` is the number of equal groups in the program."""
+        """Return the group with names and a docstring, from which the kernel's source is written.
+
+        Args:
+            alike: number of groups in the program with the same computation, for the docstring.
+        """
         nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
         source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
         others = f" The program has {alike} such groups." if alike > 1 else ""
@@ -96,8 +103,13 @@ class ChosenGroup:
 
 
 def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, ...]:
-    """Choose the groups of a graph whose nodes have fake values in `meta["val"]`, in the order of their first
-    members.
+    """Choose the groups of a graph for generated kernels, in the order of their first members.
+
+    Only groups that save a launch are returned. A graph that writes in place has no groups.
+
+    Args:
+        graph: the graph; its nodes have fake values in `meta["val"]`.
+        device: the device, for times; None compares bytes.
     """
     if any(_writes(node) for node in graph.nodes):
         return ()
@@ -105,7 +117,7 @@ def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, 
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only reindexes the elements of its operand."""
+    """Whether a node only reindexes the elements of its one operand. A `contiguous` call that copies is no view."""
     if len(node.all_input_nodes) != 1:
         return False
     if node.target is torch.ops.aten.contiguous.default:
@@ -118,13 +130,13 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node depends only on its operands and needs no place of its own in the order."""
+    """Whether a node (a view, a `getitem`, a constant) may stand anywhere behind its operands in the new order."""
     is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
 
 
 def _is_member(node: fx.Node) -> bool:
-    """Whether a kernel could compute a call."""
+    """Whether a call may be a member of a group: a pointwise call or a reduction of tensors on one device."""
     if (
         kind_of(node.target) not in (IndexKind.POINTWISE, IndexKind.REDUCTION)
         or is_view(node)
@@ -139,15 +151,16 @@ def _is_member(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _UnitedGroups:
-    """Groups of a graph while they are merged.
+    """The groups of a graph during the merging.
 
     Args:
         graph: the graph.
-        device: its device.
-        places: each node's place if every call comes as early as its operands allow.
-        readers: the readers of each value, directly or through views.
+        device: the device, or None.
+        places: index of each node in the order in which every call comes as early as its operands allow.
+        readers: the calls that read each value, directly or through views, by node.
         groups: the present groups, by number.
-        owners: the number of each member's group.
+        owners: the number of the group that a call belongs to, by node.
+        numbers: gives each new group its number.
     """
 
     graph: fx.Graph
@@ -178,7 +191,7 @@ class _UnitedGroups:
         return number
 
     def _unite_all(self) -> None:
-        """Merge the pair that saves most, until no pair saves time."""
+        """Merge the two groups whose union saves most time, again and again, until no union saves time."""
         waiting: list[Any] = []  # (-saved, places of the first members, numbers of the groups)
         unions: dict[tuple[int, int], ChosenGroup] = {}
 
@@ -207,7 +220,7 @@ class _UnitedGroups:
                     consider(number, other)
 
     def _neighbours(self, number: int) -> list[int]:
-        """The groups that share a value with this group, as makers or readers."""
+        """Return the numbers of the groups that make or read an operand or a result of group `number`."""
         chosen = self.groups[number]
         found: dict[int, None] = {}
         for value in (*chosen.operands, *chosen.results):
@@ -228,7 +241,7 @@ class _UnitedGroups:
         return self._build(sorted(members, key=self.places.__getitem__))
 
     def _build(self, members: Sequence[fx.Node]) -> ChosenGroup | None:
-        """Build the group of some members; None if no kernel can compute it."""
+        """Return the group of the calls `members`, with its savings; None if no kernel can compute it."""
         within = set(members)
         results = [node for node in members if any(user not in within for user in self.readers[node])]
         chosen = _GroupBuilder(within).build(members, results)
@@ -238,11 +251,11 @@ class _UnitedGroups:
             source = write_source(chosen.group, chosen.names, "")
         except NoLoopsError:
             return None
-        # Alone, a call stays PyTorch's own.
+        # A call alone stays PyTorch's own, without later sums.
         return chosen.compared(split_sums(source.layout) if len(members) > 1 else Traffic())
 
     def _time(self, chosen: ChosenGroup) -> float:
-        """Seconds of a group's kernel; bytes if the device is unknown."""
+        """Return the seconds of a group's kernel; the bytes of its memory traffic if the device is unknown."""
         traffic = chosen.traffic
         if self.device is None:
             return traffic.memory_bytes
@@ -251,14 +264,20 @@ class _UnitedGroups:
 
 @dataclass(slots=True)
 class _GroupBuilder:
-    """Writes calls of a program as a group."""
+    """Builds the group of some calls.
+
+    Args:
+        within: the calls.
+        operands: index of each value that the group reads.
+        steps: the calls of the group, with the views and constants that they read, operands first.
+    """
 
     within: set[fx.Node]
     operands: dict[fx.Node, int] = field(default_factory=dict)
     steps: list[fx.Node] = field(default_factory=list)
 
     def build(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> ChosenGroup | None:
-        """Build the group of these members, in order; None if it would read nothing."""
+        """Return the group of the calls `members` with the results `results`; None if the group reads no value."""
         for node in members:
             self._visit(node)
         if not self.operands:
@@ -298,7 +317,10 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The places of all nodes if each call for a kernel comes right after its last operand."""
+    """Return the index of each node in the order in which calls for kernels stand as early as their operands allow.
+
+    All other calls keep their order.
+    """
     levels: dict[fx.Node, int] = {}
     calls = 0
     for node in graph.nodes:
@@ -312,7 +334,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _readers(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
-    """The readers of each node in order, directly or through views."""
+    """Return the calls that read each node, directly or through views, in the order of `places`."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
         direct: dict[fx.Node, None] = {}

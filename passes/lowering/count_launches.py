@@ -1,10 +1,9 @@
 """Counts the kernels that a program launches on a device, and the bytes that they read and write.
 
-A view launches nothing. Neither do `contiguous` and `reshape` if their operand has the right strides already. Any other
-call launches one kernel, which reads each tensor operand and writes each result once. Our kernels that sum partial
-results at the end count the sum too (`second_step`, `split_sums`). Kernels that work chunk by chunk count all chunks
-(`chunk_steps`). torch's kernels that sort indices first count as one. Only computation counts: collectives and waits
-are left out.
+A view launches nothing. Neither do `contiguous` and `reshape` if their operand already has the right strides. Any other
+call counts as one kernel, which reads each tensor operand once and writes each result once. Two kinds of our kernels
+launch more. Some add up partial results in a second kernel (`second_step`, `split_sums`). Others work chunk by chunk
+(`chunk_steps`). Collectives and waits are not counted.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _COLLECTIVES = "_c10d_functional"
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Work of a program on one device.
+    """Launches and memory traffic of some calls on one device.
 
     Args:
-        launches: number of kernels.
-        memory_bytes: bytes that they read and write.
+        launches: number of launched kernels.
+        memory_bytes: bytes that the kernels read and write.
     """
 
     launches: int = 0
@@ -55,7 +54,7 @@ class Traffic:
 
 
 def traffic_of(node: fx.Node) -> Traffic:
-    """Launches and bytes of one node."""
+    """Return the launches and memory traffic of one node; zero for views, collectives and waits."""
     if not is_launch(node):
         return Traffic()
     moved = sum(_bytes(item.meta.get("val")) for item in (*node.all_input_nodes, node))
@@ -65,7 +64,7 @@ def traffic_of(node: fx.Node) -> Traffic:
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node computes on the device, instead of viewing or sending a value."""
+    """Whether a node launches a kernel that computes or copies; views, collectives and waits do not."""
     if not isinstance(node.target, OpOverload) or sends(node):
         return False
     return _copies(node) if node.target in _MAY_COPY else not may_alias(node)
@@ -79,7 +78,7 @@ def may_alias(node: fx.Node) -> bool:
 
 
 def _copies(node: fx.Node) -> bool:
-    """Whether `contiguous` or `reshape` has to copy: their operand does not lie as the result does."""
+    """Whether a call of `contiguous` or `reshape` has to copy, because its result is no view of its operand."""
     (operand,) = node.all_input_nodes
     value = operand.meta["val"]
     if node.target is _aten.contiguous.default:
@@ -88,7 +87,7 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a tensor has a view of this shape."""
+    """Whether `value.view(shape)` is possible with the tensor's strides."""
     try:
         torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
     except RuntimeError:
@@ -102,7 +101,15 @@ def sends(node: fx.Node) -> bool:
 
 
 def second_step(target: Any, value: Any) -> Traffic:
-    """The sums of partial weight gradients at the end of our norms' backwards: one of each, over float32 rows."""
+    """Return the launches and traffic of the kernels that add up weight gradients at the end of our norms' backwards.
+
+    The main kernel stores partial sums of each weight's gradient as float32 rows. One further kernel for each weight
+    adds up these rows. The result is zero for other operators.
+
+    Args:
+        target: the operator of the call.
+        value: the fake results of the call.
+    """
     if not str(target).startswith("autoshard.") or "norm_backward" not in str(target):
         return Traffic()
     grad, *others = (item for item in value if isinstance(item, Tensor))
@@ -113,15 +120,20 @@ def second_step(target: Any, value: Any) -> Traffic:
 
 
 def split_sums(layout: ElementLayout) -> Traffic:
-    """The sums of the partial results that a generated kernel stores for split sums, with their reads and writes."""
+    """Return the launches and traffic of the sums that follow a generated kernel.
+
+    A long sum is split into chunks. The kernel stores one float32 result for each chunk, and a further kernel for each
+    split sum adds up the chunks.
+    """
     return Traffic(1, 2 * layout.chunks * layout.rows * _FLOAT_BYTES) * len(layout.split)
 
 
 def chunk_steps(node: fx.Node) -> Traffic:
-    """The work of a chunked linear cross-entropy, beside reading operands and writing results.
+    """Return the launches and traffic of a linear cross-entropy that works in chunks of classes; zero for other calls.
 
-    A product writes a chunk's logits, and the loss reads them. In the backward the logits also become their gradient in
-    place, which two products read. Every chunk reads the hidden states, and adds to their gradient in float32.
+    The one launch, the operands and the results that every call counts are left out. For each chunk, a matrix product
+    writes the logits and the loss reads them. In the backward, the gradient of the logits then replaces them in place,
+    and two matrix products read it. Each chunk reads the hidden states, and adds to their gradient in float32.
     """
     is_backward = node.target is linear_cross_entropy_backward
     if not is_backward and node.target is not linear_cross_entropy:

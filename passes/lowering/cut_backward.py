@@ -1,8 +1,8 @@
-"""Splits the backward of a pipeline's stage in two, so that the previous stage waits only for the first half.
+"""Splits the backward of a pipeline stage in two, so that the previous stage waits only for the first half.
 
-Before → after: `saved, tangents → sent gradients, gradients of weights` as one graph → the calls that the sent
-gradients need, and all other calls, which start from values of the first half (Qi et al. 2023, "Zero Bubble Pipeline
-Parallelism"). The first half is empty for a stage that sends no gradient.
+Before: one graph computes the gradients of the stage's inputs and of its weights. After: the first graph has the calls
+that the gradients sent to other stages need. The second graph has all other calls, and starts from values of the first
+graph (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). The first graph is empty for a stage that sends no gradient.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from autoshard.ir.lowered import BackwardHalves, PhasedProgram
 
 @dataclass(frozen=True, slots=True)
 class CutBackward:
-    """Splits the backward into the halves for inputs and weights."""
+    """Splits the backward into a half for the inputs' gradients and a half for the weights' gradients."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Add the halves of the backward to the phases."""
+        """Return the program with `halves` set; its uncut backward stays."""
         sent = range(len(phased.backward_outputs))
         inputs, weights, _ = cut_graph(phased.backward, sent, hands_on_inputs=True)
         return replace(phased, halves=BackwardHalves(inputs, weights))

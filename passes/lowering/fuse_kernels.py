@@ -1,19 +1,22 @@
-"""Replaces operators of a lowered program by Triton kernels.
+"""Replaces operators of a lowered program by hand-written Triton kernels.
 
-Before → after: `mul(silu(gate), up)` → `triton_gated(gate, up, "silu")`, for every group of calls in the form of a
-fused kernel; then `softmax(x)` → `triton_softmax(x)` for single calls. `autoshard.kernels.registry` has both kinds.
-Other calls stay.
+Before → after, for a group of calls: `mul(silu(gate), up)` → `triton_gated(gate, up, "silu")`. Before → after, for a
+single call: `softmax(x)` → `triton_softmax(x)`. `autoshard.kernels.registry` has the kernels of both kinds. A *form* is
+one way to write the computation of a kernel as calls (`autoshard.kernels.kernel.Form`).
 
-A group is replaced if
+A group of calls in a kernel's form is replaced if
 
 1. the kernel takes the operands (dtypes, shapes), and its results have the right shapes and dtypes;
 2. the operands exist before the first reader of a result;
-3. at least two launches are saved, or one launch if a backward's kernel recomputes a value that the forward saved. That
-   value may then join a group itself. A value inside the group with other readers is still computed for them. If this
-   is expensive, the group is left alone (`FusedKernel.allowed_readers`). Logits that the model returns exist anyway.
+3. at least two launches are saved. One is enough if a backward's kernel recomputes a value that the forward saved. The
+   forward's value may then join another group.
 
-The pass works on the uncut program, because a backward's kernel recomputes values that the forward then need not save.
-Results keep the names of the replaced nodes. `passes.verification.expand_kernels` inverts the rewrite for verification.
+If calls outside the group read a value inside it, the value is still computed for them. The kernel then computes it a
+second time. If the value is expensive, the group is not replaced (`FusedKernel.allowed_readers`).
+
+The pass works on the program before it is cut into phases. A kernel of the backward may recompute values, which the
+forward then need not save. Results keep the names of the replaced nodes. `passes.verification.expand_kernels` inverts
+the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -39,27 +42,27 @@ from passes.preparation.number_values import Numbering, number_graph
 from passes.verification.expand_kernels import FORM, STANDS_FOR
 
 _NEAREST = 32
-"""Number of nearest calls to try as a further result of a group."""
+"""Number of calls, the nearest first, that are tried as a further result of a group."""
 _ATTEMPTS = 8
-"""Most matches of one anchor to examine."""
+"""Greatest number of matches that are tried for one call as the first result of a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class FuseKernels:
-    """Replaces groups of operators by Triton kernels.
+    """Replaces groups of calls, and then single calls, by Triton kernels.
 
     Args:
-        kernels: kernels in the order in which their forms are matched.
+        kernels: kernels for groups, in the order in which they are tried.
     """
 
     kernels: Sequence[FusedKernel] = FUSED
 
     def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
-        """Return the program with kernels, over a graph of its own."""
+        """Return a copy of the program with kernels; its `without_kernels` is `lowered`."""
         return replace(lowered, graph_module=self.fuse(lowered.graph_module), without_kernels=lowered)
 
     def fuse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return a graph over local values with kernels, as a new graph."""
+        """Return a copy of a graph over local values in which kernels replace calls."""
         fusion = _FusedGraph(_copy(graph_module, {}))
         for kernel in self.kernels:
             for form in range(len(kernel.forms)):
@@ -72,7 +75,7 @@ class FuseKernels:
 
 
 def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Copy a graph module, with other names for some nodes."""
+    """Return a copy of a graph module in which nodes have the names of `names`, or their own."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -84,7 +87,7 @@ def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.Grap
 
 
 def _drop_views(graph: fx.Graph) -> None:
-    """Remove views without readers, so that their operands are not saved for them."""
+    """Remove views and `getitem` nodes that no node reads, so that the forward does not save their operands."""
     for node in reversed(graph.nodes):
         names_only = may_alias(node) or not isinstance(node.target, OpOverload)
         if node.op == "call_function" and not node.users and names_only and not sends(node):
@@ -104,11 +107,11 @@ class _ReplacedCalls:
     """Calls that a kernel is about to replace.
 
     Args:
-        match: their numbers.
-        results: the nodes of each result.
-        going: the nodes without other readers once the kernel gives the results.
+        match: value numbers of the calls (`passes.lowering.match_form`).
+        results: for each result of the kernel, the nodes that compute this value now.
+        going: the nodes that no other node reads once the kernel computes the results.
         first_reader: the first node that reads a result.
-        spares: whether another phase computes a value that the kernel recomputes, and need not save it.
+        spares: whether the kernel recomputes a value of another phase, which then need not be saved for this phase.
     """
 
     match: Match
@@ -120,14 +123,14 @@ class _ReplacedCalls:
 
 @dataclass(slots=True)
 class _FusedGraph:
-    """A graph during fusion.
+    """A graph whose calls are being replaced by kernels.
 
     Args:
-        graph_module: the changing graph.
-        names: the final names of nodes.
-        numbering: value numbers of all present and past nodes.
-        nodes: the present nodes of each number.
-        places: each node's place in the original order.
+        graph_module: the graph, which changes.
+        names: names that inserted nodes get in the end.
+        numbering: value number of every node that is or was in the graph. Equal values have equal numbers.
+        nodes: the nodes in the graph with each value number.
+        places: index of each node in the original graph; an inserted node has the index of the node it replaces.
     """
 
     graph_module: fx.GraphModule
@@ -143,7 +146,7 @@ class _FusedGraph:
             self.nodes[number].append(node)
 
     def apply(self, kernel: FusedKernel, form: int) -> None:
-        """Replace every group of this form by the kernel."""
+        """Replace every group of calls in form number `form` of `kernel`, as far as this is legal and pays."""
         patterns: dict[tuple[object, ...], Pattern] = {}
         by_target: defaultdict[Any, list[fx.Node]] = defaultdict(list)
         for node in self.graph_module.graph.nodes:
@@ -174,7 +177,7 @@ class _FusedGraph:
         return node in self.nodes[self.numbering.numbers[node]]
 
     def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
-        """Replace one group by the kernel, if that is legal and pays."""
+        """Replace one group by the kernel if this is legal and pays; return whether it was replaced."""
         group = self._group(match, anchor)
         arguments = None if group is None else self._arguments(kernel, form, group, anchor)
         if group is None or arguments is None:
@@ -211,9 +214,11 @@ class _FusedGraph:
     def _arguments(
         self, kernel: FusedKernel, form: int, group: _ReplacedCalls, anchor: fx.Node
     ) -> tuple[Any, ...] | None:
-        """The kernel's arguments, each operand as its latest node.
+        """Return the arguments of the kernel's call, or None if the call is impossible.
 
-        None if an operand comes too late, or if a number stands in place of a tensor: `linear(x) + 1` has no bias.
+        If several nodes have an operand's value, the last one before the first reader of a result is taken. The call is
+        impossible if there is no such node. It is also impossible if the program has a number in place of a tensor. For
+        example, the 1 of `linear(x) + 1` is no bias.
         """
         values = dict(group.match.variables)
         for name, value in values.items():
@@ -232,7 +237,7 @@ class _FusedGraph:
         return tuple(arguments.values()) if all(values[name] == value for name, value in free.items()) else None
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
-        """Whether only replaced calls still read the values that the kernel recomputes."""
+        """Whether all other readers of values that the kernel recomputes are operators of `kernel.allowed_readers`."""
         if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}
@@ -242,7 +247,10 @@ class _FusedGraph:
     def _insert(
         self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node
     ) -> fx.Node:
-        """Insert the kernel's call after its last operand, or at the first result."""
+        """Insert the kernel's call and return it.
+
+        The call stands right after its last operand. A kernel with `keeps_place` stands at the first result instead.
+        """
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
         if kernel.keeps_place and last < anchor < group.first_reader:
@@ -255,7 +263,7 @@ class _FusedGraph:
         return call
 
     def _take_over(self, group: _ReplacedCalls, call: fx.Node, values: Sequence[Any]) -> None:
-        """Replace the group's results by the kernel's, and remove unread nodes."""
+        """Let the readers of the group's results read the results of `call`, and remove the nodes in `group.going`."""
         graph = self.graph_module.graph
         for index, (number, nodes) in enumerate(zip(group.match.results, group.results, strict=True)):
             if number is None or not nodes:
@@ -281,12 +289,12 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def _is_beside(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes run in one phase. A backward recomputes values of the forward."""
+    """Whether two nodes run in the same phase (forward, backward or update)."""
     return node.meta.get("phase") == other.meta.get("phase")
 
 
 def _fits(value: Tensor | None, nodes: Collection[fx.Node]) -> bool:
-    """Whether a kernel's result fits the nodes' values. Statistics may be float32 where ATen's are narrower."""
+    """Whether a kernel's result has the shape and dtype of the nodes that it replaces. It may also be float32."""
     held = [_value_of(node) for node in nodes]
     if value is None:
         return not held

@@ -1,9 +1,10 @@
-"""Replaces groups of operators by generated Triton kernels, in the phases that ranks run.
+"""Replaces groups of calls by generated Triton kernels, in each phase of a lowered program.
 
 Before → after: `rsqrt(add(mean(mul(x, x)), eps))` → `triton_mul_mean_add_rsqrt_1a2b3c4d5e6f(x)`. `choose_groups` picks
-the groups among the calls that the hand-written kernels of `fuse_kernels` left. `autoshard.kernels.generated` writes
-the kernels, one file for each program. Results keep the names of the replaced nodes. Other calls keep their order,
-except views, which move to their first reader. `expand_kernels` inverts the rewrite for verification.
+the groups among the calls that hand-written kernels (`fuse_kernels`) do not replace. `autoshard.kernels.generated`
+writes the kernels, in one file for each program. Results keep the names of the replaced nodes. Other calls keep their
+order, except views, which move to their first reader. `passes.verification.expand_kernels` inverts the rewrite for
+verification.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from passes.verification.expand_kernels import STANDS_FOR
 
 @dataclass(frozen=True, slots=True)
 class GenerateKernels:
-    """Replaces groups of operators by generated kernels.
+    """Replaces groups of calls by generated kernels.
 
     Args:
-        device: the program's device; None decides by bytes alone.
+        device: the device, for the times by which groups are chosen. None: groups are chosen by bytes.
     """
 
     device: Device | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with kernels; their file is written.
+        """Return the program with kernels in its phases, and write the file with the kernels.
 
         Raises:
             KernelError: the file cannot be written.
@@ -49,11 +50,13 @@ class GenerateKernels:
 def generate_kernels(
     phases: Mapping[str, fx.GraphModule], device: Device | None, title: str
 ) -> dict[str, fx.GraphModule]:
-    """Replace groups in graphs by kernels; graphs without groups are unchanged.
+    """Return the graphs, by name, with groups of calls replaced by kernels, and write the file with the kernels.
+
+    A graph without groups is returned as it is.
 
     Args:
         phases: graphs with fake values in `meta["val"]`, by name.
-        device: their device.
+        device: the device, or None to choose groups by bytes.
         title: the first line of the kernels' file.
 
     Raises:
@@ -72,9 +75,18 @@ def generate_kernels(
 
 @dataclass(slots=True)
 class _KernelRewrite:
-    """Copies a phase, with kernels in place of groups.
+    """Builds the copy of a phase in which each group of calls is the call of its kernel.
 
-    Every node is copied at its place. A group's place is that of its last member, or earlier if a reader needs it.
+    Other calls are copied in their order. The call of a kernel stands at the place of the group's last member, or
+    earlier if a reader of its results comes earlier.
+
+    Args:
+        phase: the phase.
+        chosen: the groups.
+        kernels: the kernel of each group's computation.
+        graph: the copy.
+        environment: node of the copy by node of the phase.
+        owners: group of each member.
     """
 
     phase: fx.GraphModule
@@ -95,7 +107,10 @@ class _KernelRewrite:
         return lazy_module(self.phase, self.graph)
 
     def _need(self, node: fx.Node) -> fx.Node | None:
-        """The node of a value, emitted now if necessary; None for members that only their group reads."""
+        """Return the node of the copy with the value of `node`, and emit it first if it is missing.
+
+        The result is None for a member of a group that only other members read.
+        """
         owner = self.owners.get(node)
         if owner is not None and not any(item in self.environment for item in owner.results):
             self._call(owner)

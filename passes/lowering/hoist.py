@@ -1,12 +1,14 @@
-"""Moves computation on parameters alone out of the micro-batches, to once per step, as far as memory allows.
+"""Computes values that depend on parameters alone once per step instead of once per micro-batch, if memory allows.
 
-Before → after: `forward(p, x): w = all_gather(p); ...`, run for each micro-batch → `hoisted(p): w = all_gather(p)`, run
-once before the first micro-batch, and `forward(p, x, w)`. Such values are gathered weights of ZeRO-3, casts of weights,
-transposed copies and constants, and the backward's repeated gathers.
+Before: each micro-batch runs `forward(p, x): w = all_gather(p); ...`. After: `hoisted(p): w = all_gather(p)` runs once
+before the first micro-batch, and each micro-batch runs `forward(p, x, w)`. The hoisted values are, for example,
+gathered weights of ZeRO-3 (in the forward and again in the backward), casts of weights, and transposed copies.
 
-1. Find the values that depend only on parameters and on buffers that the step does not write; equal values count once.
-2. Values can be hoisted if they own memory and have other readers. A view of a hoisted value costs nothing.
-3. Values that save the most time per byte are hoisted first, as many as fit the step's peak memory.
+1. Find the shared values, which depend only on parameters and on buffers that the step does not write. Equal values of
+   the forward and the backward are one value.
+2. A shared value can be hoisted if it has memory of its own and a reader that is not shared. Views are not hoisted,
+   because they cost nothing.
+3. Hoist the values that save the most time per byte first, as many as memory allows.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ _MAY_COPY = (torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """Hoists computation on parameters out of the micro-batches.
+    """Hoists values that depend on parameters alone out of the micro-batches.
 
     Args:
-        micro_batches: micro-batches of a step; with one, nothing is hoisted.
-        seconds: time of a node, which decides the order of hoisting.
-        memory_bytes: memory limit of each rank; None: the peak without hoisting.
-        load: memory on the rank beside the program.
+        micro_batches: number of micro-batches in a step. With one, nothing is hoisted.
+        seconds: function from a node to its time, which decides the values to hoist first.
+        memory_bytes: limit of each rank's peak memory. None: hoisting may not raise the peak.
+        load: stages and micro-batches that the rank holds in memory at once.
     """
 
     micro_batches: int
@@ -54,7 +56,7 @@ class Hoist:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Hoist in a training step of several micro-batches."""
+        """Return the program with hoisted values. Without an update, or with one micro-batch, it is unchanged."""
         if self.micro_batches < 2 or phased.update is None:
             return phased
         shared = _Shared.of(phased)
@@ -63,7 +65,10 @@ class Hoist:
         return self._most_that_fits(shared, order, limit)
 
     def _most_that_fits(self, shared: _Shared, order: Sequence[int], limit: float) -> PhasedProgram:
-        """The phases with as many of the first values of `order` held as fit, found by bisection."""
+        """Return the program that hoists the first values of `order`, as many as keep its peak within `limit` bytes.
+
+        The number is found by bisection.
+        """
         fitting, count, least, most = shared.phased, len(order), 0, len(order)
         while least < most:
             made = shared.hold(order[:count])
@@ -80,15 +85,16 @@ class Hoist:
 
 @dataclass(slots=True)
 class _Shared:
-    """Values that all micro-batches share, because they depend on parameters alone.
+    """The values of a program that all micro-batches share, because they depend on parameters alone.
 
     Args:
-        phased: the phases before hoisting.
-        inputs: the forward's placeholders that all micro-batches share, with their indices.
-        kept: the backward's placeholders of saved values, with the saved nodes of the forward.
-        numbering: value numbers of forward and backward.
-        nodes: the shared nodes of both in order, with their graphs.
-        read: the numbers of shared values that own memory and have other readers, directly or through a view.
+        phased: the program before hoisting.
+        inputs: index in `lowered.inputs` of each shared placeholder of the forward.
+        kept: saved node of the forward, by the backward's placeholder for it.
+        numbering: value numbers of forward and backward. Nodes with equal values have equal numbers.
+        nodes: graph module of each shared node of the forward and the backward, in order.
+        read: numbers of the shared values with memory of their own that other nodes read, directly or through a view.
+            The dict is an ordered set.
     """
 
     phased: PhasedProgram
@@ -114,7 +120,10 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and record shared nodes and shared values with other readers."""
+        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `read`.
+
+        `results` are the results of the phase that count as readers of shared values.
+        """
         for node in graph_module.graph.nodes:
             if node in self.kept:
                 self.numbering.numbers[node] = self.number(self.kept[node])
@@ -133,7 +142,7 @@ class _Shared:
                 self.nodes[node] = graph_module
 
     def number(self, node: fx.Node) -> int:
-        """The number of a value."""
+        """Return the value number of a node."""
         return self.numbering.numbers[node]
 
     def _note_read(self, operands: Iterable[fx.Node]) -> None:
@@ -141,7 +150,10 @@ class _Shared:
             self.read.update(dict.fromkeys(map(self.number, self._owners(operand))))
 
     def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The shared values in whose memory a value may lie; none for parameters and values that are not shared."""
+        """Yield the shared values with memory of their own in which the value of `node` may lie.
+
+        Nothing is yielded for parameters, and for values that are not shared.
+        """
         node = self.kept.get(node, node)
         if node not in self.nodes:
             return
@@ -152,9 +164,10 @@ class _Shared:
             yield from self._owners(operand)
 
     def by_time_saved(self, seconds: Seconds) -> list[int]:
-        """The numbers of the values that can be hoisted, those that save the most time per byte first.
+        """Return the numbers of the values that can be hoisted, the value that saves the most time per byte first.
 
-        The time of a common operand counts in equal parts.
+        The saved time of a value includes the calls that it is computed from. If several values need a call, its time
+        is divided equally between them.
         """
         saved, sizes = defaultdict[int, float](float), dict[int, int]()
         needed_by: dict[fx.Node, set[int]] = defaultdict(set)
@@ -171,7 +184,7 @@ class _Shared:
         return sorted(worth, key=lambda number: (-worth[number], place[number]))
 
     def hold(self, numbers: Iterable[int]) -> PhasedProgram:
-        """The phases with some values held, by number."""
+        """Return the program in which the values with the given numbers are hoisted."""
         first: dict[int, fx.Node] = {}
         for node in self.nodes:
             first.setdefault(self.number(node), node)
@@ -188,9 +201,11 @@ class _Shared:
         )
 
     def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """The graph that computes the hoisted values, and the indices of its inputs.
+        """Return the graph that computes the hoisted values, and the indices of its inputs in `lowered.inputs`.
 
-        `first` has the first shared node of each number, after its operands' first nodes.
+        Args:
+            held: a node for each hoisted value.
+            first: first shared node of each value number, in an order in which operands come before their readers.
         """
         needed, waiting = set[int](), [self.number(node) for node in held]
         while waiting:
@@ -211,7 +226,12 @@ class _Shared:
         return lazy_module(constants, graph), tuple(inputs)
 
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """The forward that takes the hoisted values and saves the nodes `saved` of the old forward."""
+        """Return the forward that takes the hoisted values as further inputs.
+
+        Args:
+            held: a node for each hoisted value.
+            saved: nodes of the old forward whose values the new forward saves.
+        """
         old, graph = self.phased.forward, fx.Graph()
         made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
         given = {self.number(node): placeholder_like(graph, node) for node in held}
@@ -224,7 +244,10 @@ class _Shared:
         return lazy_module(old, graph)
 
     def _backward(self, held: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
-        """The backward that takes the hoisted values, and its saved inputs, as nodes of the old forward, by name."""
+        """Return the backward that takes the hoisted values `held`, and a dict of its saved inputs.
+
+        The dict has the node of the old forward to save, by the name of the backward's input.
+        """
         old, graph = self.phased.backward, fx.Graph()
         by_number = {self.number(node): node for node in held}
         taken = self._calls_of(old, by_number)
@@ -248,18 +271,18 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """The shared calls of a phase for given numbers, each with its replacement."""
+        """Return a dict from each shared call of a phase to the node of `given` that has the call's number."""
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}
 
 
 def _may_be_shared(node: fx.Node) -> bool:
-    """Whether a node computes an equal result from equal operands each time, on the device."""
+    """Whether a call gives equal results for equal operands, and is no copy to or from the host."""
     return node.target not in TRANSFERS and not draws_numbers(node.target)
 
 
 def _owns_memory(node: fx.Node) -> bool:
-    """Whether a call's result is a complete tensor in memory of its own, no view and no pending collective."""
+    """Whether a call's result is a tensor in memory of its own: no view, and no collective that is not waited for."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     if node.target is getitem:
@@ -282,7 +305,7 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.Node]:
-    """The nodes that results need, excluding those behind given nodes."""
+    """Return the results and all nodes from which they are computed; the search stops at nodes of `given`."""
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()
@@ -295,7 +318,10 @@ def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.
 def _copy_needed(
     old: fx.GraphModule, results: Iterable[fx.Node], graph: fx.Graph, made: dict[fx.Node, fx.Node]
 ) -> None:
-    """Copy the nodes that results need, unless they exist already."""
+    """Copy to `graph` the nodes of `old` from which `results` are computed, and record them in `made`.
+
+    Nodes that `made` already has are not copied.
+    """
     needed = _needed(results, made)
     for node in old.graph.nodes:
         if node in needed and node not in made:

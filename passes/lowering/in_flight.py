@@ -1,6 +1,7 @@
-"""How much of a step's communication may be under way at once, from the most to the least.
+"""Lists of limits on the communication that is under way at once, from the loosest limits to the strictest.
 
-`passes.lowering.overlap` makes each phase with the first limits with which memory suffices.
+Collectives under way hold memory. `passes.lowering.overlap` takes for each phase the first limits of a list with which
+the program fits in memory.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from passes.lowering.bucket_collectives import MIB, BucketCollectives
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Limits of the passes that overlap collectives with computation.
+    """Options of the passes that overlap collectives with computation.
 
     Args:
-        starts_soon: move collectives of values up, past calls that compute.
-        buckets: the sizes of buckets; None: no buckets.
-        ahead: number of gathers for `StartAhead`.
-        most_held: number of reductions for `WaitInTurn`.
+        starts_soon: run `StartSoon`, which moves collectives of activations up, past calls that compute.
+        buckets: the pass that puts collectives into buckets, with the sizes of buckets. None: no buckets.
+        ahead: `by` of `StartAhead`, the number of gathers that run ahead.
+        most_held: `most_held` of `WaitInTurn`, the number of reduce-scatters under way.
     """
 
     starts_soon: bool = True
@@ -31,8 +32,10 @@ class InFlight:
 
 
 FEWEST = 12 * MIB
-"""Largest piece of a rank in a bucket without overlap. Larger buckets would gain little. A CPU's C library also returns
-freed memory of 32 MiB and more to the system, and allocates it anew at each step.
+"""Bytes of one rank's piece of the largest bucket if communication does not overlap.
+
+Larger buckets would save little latency. The C library of a CPU also returns freed memory of 32 MiB and more to the
+system. It would allocate this memory anew at each step.
 """
 
 BESIDE: Sequence[InFlight] = (
@@ -43,28 +46,35 @@ BESIDE: Sequence[InFlight] = (
     InFlight(starts_soon=False, buckets=None, most_held=2),
     InFlight(starts_soon=False, buckets=None, ahead=0, most_held=1),
 )
-"""Limits where communication runs beside computation."""
+"""Limits for clusters on which communication overlaps with computation."""
 
 ALONE: Sequence[InFlight] = (
     *(InFlight(starts_soon=False, buckets=BucketCollectives(None, n, n)) for n in (FEWEST, FEWEST // 3, FEWEST // 6)),
     *BESIDE,
 )
-"""Limits without overlap. Rows with the fewest buckets come first.
+"""Limits for clusters on which communication does not overlap with computation.
 
-Calls that compute keep their order, in which their operands are in the cache.
+The limits with the fewest buckets come first. They do not reorder calls that compute, whose operands are in the cache.
 """
 
 SHARE_BESIDE = 0.05
-"""Most growth of a program's peak by buckets under way, as a share, within the memory budget."""
+"""Greatest growth of the peak memory by collectives under way if they overlap with computation, as a share of the peak.
+
+The memory budget limits the growth too.
+"""
 
 SHARE_ALONE = 0.15
-"""The share without overlap. One bucket in place of four saves 1.5 % of the step of a small BERT on CPUs, and adds 12 %
-to
-its peak. DistributedDataParallel, which always stores all gradients, needs a further 6 %.
+"""Greatest growth of the peak memory if collectives do not overlap with computation, as a share of the peak.
+
+One bucket in place of four saves 1.5 % of the step of a small BERT on CPUs, and adds 12 % to its peak.
+DistributedDataParallel, which always stores all gradients, needs a further 6 %.
 """
 
 
 def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
-    """The limits to try, and the share of the peak that buckets may add; communication overlaps on no cluster."""
+    """Return the limits to try on a cluster, in order, and the share by which the peak memory may grow.
+
+    Without a cluster, communication is assumed to overlap with computation.
+    """
     runs_alone = cluster is not None and overlap_of(cluster) is None
     return (ALONE, SHARE_ALONE) if runs_alone else (BESIDE, SHARE_BESIDE)

@@ -1,8 +1,8 @@
-"""Joins a bias with the matrix product to which it is added, as in the library's addmm.
+"""Joins a matrix product and the addition of a bias in one `addmm`.
 
-Before → after: `add(mm(a, b), bias)` → `addmm(bias, a, b)`, if nothing else reads the product and the bias is [N].
-`passes.verification.expand_biases` inverts the rewrite. A product that is reduced first has a collective in between,
-and stays.
+Before → after: `add(mm(a, b), bias)` → `addmm(bias, a, b)`, if nothing else reads the product and the bias has the
+shape [N] of the product's columns. A product that is reduced over ranks before the addition stays as it is.
+`passes.verification.expand_biases` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class JoinBiases:
-    """Joins biases with their products."""
+    """Joins matrix products with the biases that are added to them, in each phase."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with fewer additions; the lowered program as a whole stays as it is, for verification."""
+        """Return the program with joined biases in its phases. The uncut lowered program stays, for verification."""
         return rewrite_phases(phased, _joined)
 
 
@@ -47,7 +47,7 @@ def _joined(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _product_of(node: fx.Node) -> fx.Node | None:
-    """The product that an addition adds a bias to, if the library can do both at once."""
+    """Return the matrix product to which `node` adds a bias, or None if `addmm` cannot replace both calls."""
     if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     product, bias = node.args

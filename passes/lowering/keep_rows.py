@@ -1,19 +1,23 @@
-"""Saves received tokens of experts, and their first products, for the backward, as far as memory allows.
+"""Saves the tokens that experts received from other ranks for the backward, as far as memory allows.
 
-Before → after, for layers whose tokens are exchanged between ranks:
+An expert layer with expert parallelism sends each token (a row of `x`) to the rank of its expert. Without this pass,
+the backward sends the tokens again. Before:
 
     forward:   out = exchanged_experts(x, index, ...)
     backward:  exchanged_experts_backward(grad, x, index, ...)
 
+After, the forward saves the received rows, the results `u` of the experts' first matrix products, and the counts:
+
     forward:   out, rows, u, counts = exchanged_experts_keeping(x, index, ...)
     backward:  exchanged_experts_kept_backward(grad, index, ..., rows, u, counts)
 
-The backward then sends no tokens and computes four products instead of five. If nothing else reads x, it is not saved.
+The backward then sends no tokens again, and computes four matrix products instead of five. If nothing else in the
+backward reads `x`, the forward does not save `x`.
 
-1. A backward call is paired with the forward call of equal operands. A layer whose tokens or router are recomputed
-   saves nothing.
-2. The last layers save rows first, and as many layers as fit the step's peak memory. The number of rows depends on the
-   router. The count assumes the busiest rank's share under equally likely experts.
+1. Each backward call is paired with the forward call that has equal operands. A layer whose tokens or router are
+   recomputed saves no rows.
+2. The last layers of the model save rows first, as many layers as memory allows. The number of rows depends on the
+   router. Memory is counted for the busiest rank if all experts are equally likely.
 """
 
 from __future__ import annotations
@@ -41,12 +45,12 @@ from passes.preparation.rewriting import insert_call
 
 @dataclass(frozen=True, slots=True)
 class KeepRows:
-    """Saves rows of experts for the backward.
+    """Saves the received rows of expert layers for the backward.
 
     Args:
-        micro_batches: micro-batches of a step.
-        memory_bytes: memory limit of each rank; None: the peak without saved rows.
-        load: memory on the rank beside the program.
+        micro_batches: number of micro-batches in a step.
+        memory_bytes: limit of each rank's peak memory. None: saved rows may not raise the peak.
+        load: stages and micro-batches that the rank holds in memory at once.
     """
 
     micro_batches: int = 1
@@ -54,7 +58,7 @@ class KeepRows:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Save the rows of as many layers as fit, found by bisection."""
+        """Return the program in which as many layers save their rows as memory allows; bisection finds the number."""
         layers = list(_layers(phased).items())
         limit = self._peak(phased) if layers and self.memory_bytes is None else self.memory_bytes
         fitting, count, least, most = phased, len(layers), 0, len(layers)
@@ -72,7 +76,11 @@ class KeepRows:
 
 
 def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:
-    """Backward calls of experts in order, each with the forward call of equal operands."""
+    """Return a dict from each backward call of an expert layer to the forward call with equal operands.
+
+    The backward calls are in order, so the last layer of the model comes first. A backward call whose operands are
+    recomputed is left out.
+    """
     calls = phased.forward.graph.find_nodes(op="call_function", target=kernels.exchanged_experts)
     if not calls:
         return {}
@@ -104,13 +112,18 @@ def _saved(phased: PhasedProgram) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _RowKeeper:
-    """Rewrites phases so that the layers of `layers`, backward calls with their forward calls, save rows."""
+    """Rewrites the forward and the backward so that some layers save their received rows.
+
+    Args:
+        phased: the program.
+        layers: forward call of each layer that saves rows, by the layer's backward call.
+    """
 
     phased: PhasedProgram
     layers: Mapping[fx.Node, fx.Node]
 
     def made(self) -> PhasedProgram:
-        """The phases."""
+        """Return the rewritten program."""
         forward, copies, kept = self._forward()
         needed = self._needed()
         taken = zip(self.phased.backward.graph.find_nodes(op="placeholder"), _saved(self.phased), strict=False)
@@ -127,7 +140,11 @@ class _RowKeeper:
         )
 
     def _forward(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
-        """The forward without its output, the copy of each node, and the saved values of each call."""
+        """Return the new forward's graph without output node, and two dicts by nodes of the old forward.
+
+        The first dict has the copy of each node. The second has, for each call that saves rows, the nodes of the saved
+        rows, first products and counts.
+        """
         old, graph, chosen = self.phased.forward.graph, fx.Graph(), set(self.layers.values())
         copies, kept = dict[fx.Node, fx.Node](), dict[fx.Node, list[fx.Node]]()
         for node in old.nodes:
@@ -138,7 +155,7 @@ class _RowKeeper:
         return graph, copies, kept
 
     def _needed(self) -> set[fx.Node]:
-        """The backward nodes that its results need once calls take rows in place of tokens."""
+        """Return the nodes of the old backward that are still needed once calls take saved rows in place of tokens."""
         needed, waiting = set[fx.Node](), [self.phased.backward.graph.output_node()]
         while waiting:
             node = waiting.pop()
@@ -150,7 +167,16 @@ class _RowKeeper:
     def _backward(
         self, taken: Sequence[fx.Node], kept: Mapping[fx.Node, list[fx.Node]], needed: Collection[fx.Node]
     ) -> fx.GraphModule:
-        """The backward that takes the saved values `taken`, then the calls' saved values, then tangents."""
+        """Return the new backward.
+
+        Its inputs are the old saved values that it still reads, then the rows, products and counts of each layer, then
+        the tangents.
+
+        Args:
+            taken: the old backward's placeholders of saved values that it still reads.
+            kept: nodes of the saved rows, products and counts, by forward call.
+            needed: nodes of the old backward that are still needed.
+        """
         old, graph = self.phased.backward, fx.Graph()
         copies = {node: placeholder_like(graph, node) for node in taken}
         given = {call: [placeholder_like(graph, node) for node in nodes] for call, nodes in kept.items()}
@@ -165,7 +191,10 @@ class _RowKeeper:
 
 
 def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
-    """Emit the call that saves rows in place of `node`: its result, rows, first products and counts."""
+    """Emit the forward call that saves rows in place of `node`.
+
+    Return the nodes of its four results: the output, the received rows, the first products and the counts.
+    """
     call = insert_call(graph, kernels.exchanged_experts_keeping, args, like=node, name=f"{node.name}_keeping")
     out, rows, u, counts = call.meta["val"]
     ranks, assignments = counts.shape[1], args[1].meta["val"].numel()
@@ -180,12 +209,12 @@ def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The operands of a backward call besides tokens."""
+    """Return the nodes of a backward call's operands, without the tokens."""
     return [item for item in (node.args[0], *node.args[2:7]) if isinstance(item, fx.Node)]
 
 
 def _kept_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], kept: list[fx.Node]) -> fx.Node:
-    """Emit the backward call that takes saved values in place of tokens."""
+    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it."""
     grad, _, *operands = node.args[:7]
     args = (*fx.map_arg((grad, *operands), copies.__getitem__), *kept, *node.args[7:])  # type: ignore[misc]
     made = graph.create_node("call_function", kernels.exchanged_experts_kept_backward, args, name=node.name)

@@ -1,8 +1,11 @@
-"""Lowers a planned program to the program of one rank: local shapes, explicit collectives.
+"""Lowers a planned program to the program that each rank runs, with local shapes and explicit collectives.
 
-Before → after: for each call, its operands are resharded to the specs of its strategy, and its local form is emitted.
-Fan-outs vanish. Results are resharded to their final specs as soon as they are computed, so that no full gradient
-outlives its reduction.
+For each call of the traced program, the pass first reshards the operands to the specs of the call's strategy. It then
+emits the calls on local tensors that compute the call under this strategy. For example, `mm(x, w)` with a split inner
+dim becomes a local `mm`. A reader that needs the whole result gets it through an all-reduce. Fan-outs are left out.
+
+Results of the program are resharded to their final specs as soon as they are computed. So no full gradient is kept
+after its reduction.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ class Lower:
     """Lowers a program by a plan.
 
     Args:
-        plan: the plan, made for the program that is passed.
-        step_cost: price of a reshard step, by which the steps of each reshard are chosen.
-        steps: steps of reshards by place. Present entries are used, missing entries are added. So a plan that is
-            lowered at several sizes always takes the steps of the first lowering.
+        plan: the plan of the program.
+        step_cost: function from a reshard step to its price. The steps of each reshard are the cheapest. None: the
+            price is the bytes sent.
+        steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries and adds
+            missing ones. With one cache, a plan that is lowered at several sizes takes the same steps at each size.
     """
 
     plan: Plan
@@ -47,7 +51,11 @@ class Lower:
     steps: dict[object, tuple[ReshardStep, ...]] | None = None
 
     def __call__(self, program: Program) -> LoweredProgram:
-        """The program of one rank; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
+        """Return the lowered program.
+
+        Raises:
+            PlanMismatchError: the plan belongs to another program, or contradicts itself.
+        """
         check_digest(self.plan, program)
         _check_nodes(self.plan, program)
         _check_parameters(self.plan, program)
@@ -55,7 +63,7 @@ class Lower:
 
 
 def check_digest(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan is of another program."""
+    """Raise `PlanMismatchError` if a plan belongs to another program, by the program's digest."""
     digest = program.digest()
     if digest != plan.program_digest:
         raise PlanMismatchError(
@@ -66,7 +74,7 @@ def check_digest(plan: Plan, program: Program) -> None:
 
 
 def _check_nodes(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan has more or fewer specs for a node than it has operands and results."""
+    """Raise `PlanMismatchError` if a plan's specs for a node are not as many as the node's operands and results."""
     for node in program.graph.nodes:
         known = plan.nodes.get(node.name)
         operands, results = len(operands_of(node)), sum(value is not None for value in tensor_values(node))
@@ -78,7 +86,10 @@ def _check_nodes(plan: Plan, program: Program) -> None:
 
 
 def _check_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a parameter's spec differs from its node's spec, which is the lowered one."""
+    """Raise `PlanMismatchError` if the plan's spec of a parameter differs from its spec of the parameter's node.
+
+    Lowering uses the spec of the node.
+    """
     for slot in program.inputs_of(InputKind.PARAMETER):
         named, node = plan.parameters.get(slot.name), plan.nodes.get(slot.node)
         if named is not None and node is not None and named.spec != node.outputs[0]:
@@ -94,7 +105,7 @@ _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter
 
 
 def result_key(slot: OutputSlot) -> str:
-    """The name of a result in a plan."""
+    """Return the key of an output of the program in `Plan.outputs`, such as "gradient wte.weight"."""
     return f"{slot.kind.value} {slot.name}"
 
 
@@ -186,7 +197,7 @@ class _Lowering:
         return self._operand(argument, next(specs))
 
     def _operand(self, node: Any, target: PartitionSpec) -> fx.Proxy:
-        """The local value of a traced node, resharded to `target`."""
+        """Return the local value of a traced node in spec `target`; emit a reshard if it has another spec."""
         source_node, result = resolve(node)
         proxy, source = self.local[source_node.name, result]
         value = node.meta["val"]
@@ -201,7 +212,7 @@ class _Lowering:
     def _steps(
         self, maker: str, result: int, source: PartitionSpec, target: PartitionSpec, value: torch.Tensor
     ) -> tuple[ReshardStep, ...]:
-        """The steps of a reshard of a value of `maker`."""
+        """Return the steps that reshard result number `result` of node `maker` from `source` to `target`."""
         reader, mesh = self.tracer.like, self.plan.mesh
         place = (None if reader is None else reader.name, maker, result, source, target)
         if place in self.known_steps:
@@ -241,7 +252,7 @@ class _Lowering:
 
 
 def _check_strides(node: fx.Node, operand: Any) -> None:
-    """Refuse a call that reads its operand by strides that a reshard has changed."""
+    """Raise `NotAvailableError` if a call reads memory by strides, and its local operand has other strides."""
     traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.node.meta["val"].stride()
     if traced != local:
         raise NotAvailableError(

@@ -1,4 +1,4 @@
-"""Make of a traced program and a plan the program of each rank, by the passes of `passes.lowering.order`."""
+"""Lower a traced program by a plan to the program that each rank runs, with the passes of `passes.lowering.order`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _PREPARED = "autoshard: as traced, and prepared"
 
 
 def prepare(program: Program) -> Program:
-    """The program in the form that is planned and lowered; made once, and kept with the traced graph."""
+    """Return the program in the form that is planned and lowered: in canonical form, with fan-outs.
+
+    The result is stored with the traced graph, so that a second call returns it at once.
+    """
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
         prepared = run_at(Moment.TRACED, program)
@@ -25,9 +28,9 @@ def prepare(program: Program) -> Program:
 
 
 def prepare_for(program: Program, plan: Plan) -> Program:
-    """Bring the program into its plan's form, recomputation included.
+    """Return the prepared program, with the recomputation and the offloads of its plan inserted.
 
-    Raises `PlanMismatchError` for another program.
+    Raises `PlanMismatchError` if the plan belongs to another program.
     """
     return run_at(Moment.PLANNED, prepare(program), LoweringOptions(plan=plan))
 
@@ -35,13 +38,13 @@ def prepare_for(program: Program, plan: Plan) -> Program:
 def lower_program(
     program: Program, plan: Plan, cluster: Cluster | None = None, options: LoweringOptions = USUAL
 ) -> PhasedProgram:
-    """Lower a program by a plan, cut into forward and backward.
+    """Lower a program by a plan, and cut it into forward, backward and update.
 
     Args:
         program: the traced program.
-        plan: plan of this program.
-        cluster: hardware, which decides between reshards of equal effect. None decides by bytes sent.
-        options: the choices of the caller.
+        plan: the plan of this program.
+        cluster: the hardware. Its times decide between several ways to reshard a value. None: bytes sent decide.
+        options: the options of the passes.
 
     Raises:
         PlanMismatchError: the plan belongs to another program.
@@ -56,14 +59,17 @@ def lower_program(
 def lower_prepared(
     prepared: Program, plan: Plan, cluster: Cluster | None = None, options: LoweringOptions = USUAL
 ) -> PhasedProgram:
-    """`lower_program` for a program from `prepare_for`. The result runs, and predictions are read off it."""
+    """Lower a program from `prepare_for`; the arguments and the result are those of `lower_program`."""
     options = replace(options, plan=plan, cluster=cluster, memory_bytes=_room_of(prepared, plan))
     phased = run_at(Moment.LOWERED, prepared if options.lowered is None else options.lowered, options)
     return overlapped(phased, options) if options.with_overlap else phased
 
 
 def _room_of(program: Program, plan: Plan) -> float | None:
-    """Bytes that a plan's program may use on a rank: the budget, less optimizer state outside the program."""
+    """Return the bytes that the program may use on each rank, or None without a memory budget.
+
+    Optimizer state is subtracted from the budget if the program does not have it as inputs.
+    """
     if plan.memory_budget is None or program.inputs_of(InputKind.STATE):
         return plan.memory_budget
     return plan.memory_budget - plan.predicted.memory_breakdown.get("optimizer state", 0)

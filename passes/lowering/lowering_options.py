@@ -1,4 +1,4 @@
-"""The options of lowering: one frozen object, from which every pass of `passes.lowering.order` is made."""
+"""The options of lowering, in one frozen object. `passes.lowering.order` makes each pass from it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.strategies.price import StepPrice
 
 OnPass = Callable[[Any, Any, Any], None]
-"""Called after each pass with the pass, its input and its result."""
+"""A function that is called after each pass, with the pass, its input program and its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoweringOptions:
-    """Choices of lowering's caller, and the plan and limits of its passes.
+    """The options of lowering. The caller sets the fields up to `lowered`. Lowering sets the fields from `plan` on.
 
     Args:
-        with_kernels: replace operators of the phases by Triton kernels; the uncut lowered program stays without, for
+        with_kernels: replace calls by hand-written Triton kernels. The uncut lowered program stays without kernels, for
             verification.
-        with_generated: also generate kernels, for the groups that hand-written kernels leave.
-        prices_kernels: price the generated kernels without writing them; the program will not run.
-        with_native: run semantic operators by torch's fused kernels instead of their definitions.
-        with_overlap: overlap collectives with computation, gradients' in buckets, and let experts save their rows.
-        reduce_dtype: type in which float32 gradients are sent between ranks; None: their own.
-        saves_least: let the backward recompute values that a compiler fuses; for programs without kernels.
-        micro_batches: micro-batches of a training step; values of parameters alone are computed once for all of them.
-        load: for a stage of a pipeline, memory on its rank beside the stage.
-        on_pass: observer of every pass, including preparation, which then runs anew.
-        lowered: the result of `Lower` for the plan, if it is known.
-        plan: the plan. `lower_program` sets it and the fields below.
-        cluster: hardware, which decides between reshards of equal effect. None decides by bytes sent.
-        memory_bytes: memory limit of each rank; None: the program's peak before each pass.
-        in_flight: limits on collectives under way, in the passes of `Moment.IN_FLIGHT`.
+        with_generated: with `with_kernels`, also generate kernels for calls without a hand-written kernel.
+        prices_kernels: mark the calls that generated kernels would replace, with their times, and write no kernels.
+            Such a program is only for predictions.
+        with_native: run semantic operators (attention, norms) by torch's fused kernels.
+        with_overlap: overlap collectives with computation, put them into buckets, and let expert layers save their
+            received rows (`KeepRows`).
+        reduce_dtype: dtype in which float32 gradients are sent between ranks; None: float32.
+        saves_least: let the backward recompute pointwise values (`passes.lowering.save_least`). This is for programs
+            without kernels that a compiler such as Inductor fuses.
+        micro_batches: number of micro-batches in a training step. With several, values of parameters alone are computed
+            once for all (`Hoist`).
+        load: stages and micro-batches that the rank holds in memory at once.
+        on_pass: function to call after each pass. If it is set, the passes before planning run again too.
+        lowered: the result of `Lower` for the plan if the caller has it already; `Lower` is then left out.
+        plan: the plan.
+        cluster: the hardware. Passes compare times on it. None: they compare bytes.
+        memory_bytes: limit of each rank's peak memory. None: no pass may raise the peak.
+        in_flight: limits on collectives under way, for the passes of `Moment.IN_FLIGHT`.
     """
 
     with_kernels: bool = False
@@ -62,25 +66,28 @@ class LoweringOptions:
 
     @property
     def decided(self) -> Plan:
-        """The plan, in passes that run after planning."""
+        """The plan; only for passes that run after planning, where there always is a plan."""
         assert self.plan is not None, "passes behind the traced program have a plan"
         return self.plan
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether experts may keep rows: a compiler takes the sizes of values for fixed, and the rows' vary."""
+        """Whether expert layers may save received rows for the backward (`KeepRows`).
+
+        Programs for a compiler do not save them. The number of rows varies, and compilers assume fixed sizes.
+        """
         return self.with_overlap and not self.saves_least
 
     @property
     def step_cost(self) -> StepCost | None:
-        """The price of a reshard step on the cluster."""
+        """The function from a reshard step to its seconds on the cluster; None without a cluster."""
         return None if self.cluster is None else StepPrice(self.cluster, self.decided.mesh)
 
     @property
     def device(self) -> Device | None:
-        """The program's device, if known."""
+        """The device of the cluster; None without a cluster."""
         return None if self.cluster is None else self.cluster.device
 
 
 USUAL = LoweringOptions()
-"""One batch a step, on torch's kernels, with overlap."""
+"""The default options: one micro-batch in a step, torch's kernels, and overlap of communication with computation."""

@@ -1,9 +1,12 @@
-"""Finds calls in the form of a fused kernel, by value number.
+"""Finds the groups of calls in a program that have the form of a fused kernel.
 
-A form is traced into a small graph and unified with the calls of a program (`number_values`), from a result up to its
-operands. Operators and literals must be equal. A variable matches any operand or literal, but the same one everywhere.
-Additions and multiplications match in either order. Values are compared, not nodes. So repeated views do not matter,
-nor whether the backward reads a value computed in the forward.
+A form is one way to write a kernel's computation as calls, with variables for the operands
+(`autoshard.kernels.kernel.Form`). It is traced into a small graph, the pattern. The pattern is unified with calls of
+the program, from the first result up to the operands. Operators and literals must be equal. A variable matches any
+operand or literal, but the same one wherever it occurs. Additions and multiplications match in either order.
+
+The program is seen as value numbers (`passes.preparation.number_values`). Nodes that compute equal values have one
+number. So a repeated view is no obstacle, and the backward may read a value that the forward computed.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from autoshard.kernels.kernel import Form
 from passes.preparation.number_values import LITERAL, OPERAND, Key, Numbering, call_key, mirrored_key
 
 Bindings = Mapping[fx.Node, Key]
-"""Nodes of a pattern, each with the operand's number or the literal that it matches."""
+"""The operand that each node of a pattern matches: the key of a value number or of a literal, by node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A traced form.
+    """The small graph of a traced form.
 
     Args:
-        variables: name to placeholder.
-        results: the node of each result; None for a missing result.
-        keys: each call's structure, with nodes of the pattern as operands.
+        variables: placeholder of each variable, by name.
+        results: node of each of the kernel's results; None for a result that the form does not compute.
+        keys: operator and arguments of each call, as `call_key` returns them, with nodes of the pattern as operands.
     """
 
     variables: Mapping[str, fx.Node]
@@ -40,7 +43,7 @@ class Pattern:
 
     @property
     def root(self) -> fx.Node:
-        """The call of the first result, which every form has."""
+        """The node of the first result, which every form computes."""
         root = self.results[0]
         assert root is not None, "a form has its first result"
         return root
@@ -48,12 +51,12 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Calls of a program that are of a form.
+    """A group of calls that has a form.
 
     Args:
-        variables: each variable's value: a number of the program in a one-tuple, or a literal.
-        results: the number of each result.
-        inner: the numbers of all calls, results included.
+        variables: the operand of each variable, by name: a one-tuple with the operand's value number, or a literal.
+        results: value number of each of the kernel's results; None for a result that the form does not compute.
+        inner: value numbers of all calls of the group, results included.
     """
 
     variables: Mapping[str, tuple[int] | object]
@@ -62,7 +65,7 @@ class Match:
 
 
 def trace_form(form: Form, like: Tensor) -> Pattern:
-    """The pattern of a form for a first result like `like`."""
+    """Return the pattern of a form whose first result has the shape, dtype and device of `like`."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     proxies = {name: fx.Proxy(graph.placeholder(name), tracer) for name in form.variables}
@@ -75,20 +78,21 @@ def trace_form(form: Form, like: Tensor) -> Pattern:
 
 @cache
 def root_operator(form: Form, dtype: torch.dtype) -> Any:
-    """The operator of a form's first result of a dtype, for any shape."""
+    """Return the operator that computes a form's first result if the result has `dtype`; the shape does not matter."""
     return trace_form(form, torch.empty([2] * (form.dims or 1), dtype=dtype, device="meta")).root.target
 
 
 def find_matches(
     pattern: Pattern, numbering: Numbering, anchor: int, candidates: Callable[[Any], Iterable[int]]
 ) -> Iterator[Match]:
-    """Yield the matches in which `anchor` is the pattern's first result.
+    """Yield the matches in which the value with the number `anchor` is the pattern's first result.
 
     Args:
         pattern: the pattern.
-        numbering: the program's numbering.
-        anchor: a number.
-        candidates: numbers of calls of an operator, for results that are no operands of other calls, best first.
+        numbering: the value numbers of the program.
+        anchor: a value number.
+        candidates: function from an operator to the value numbers of its calls that may be a further result, the best
+            first. Only results that the first result does not need are looked up with it.
     """
     for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
         for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):
@@ -118,7 +122,12 @@ def _find_results(
 
 
 def _unify(pattern: Pattern, numbering: Numbering, wanted: Any, found: Any, bindings: Bindings) -> Iterator[Bindings]:
-    """Yield the bindings that unify `wanted`, a part of a pattern's key, with `found`, a part of a program's key."""
+    """Yield each extension of `bindings` under which a part of the pattern equals a part of the program.
+
+    Args:
+        wanted: a key of a pattern's call, or a part of such a key.
+        found: a key of a program's call, or a part of such a key.
+    """
     if not isinstance(wanted, tuple) or not isinstance(found, tuple):
         if wanted == found:
             yield bindings
@@ -158,7 +167,7 @@ def _unify_all(
 
 
 def _orders(key: Key) -> Iterator[Key]:
-    """The structures of equivalent calls."""
+    """Yield a call's key, and for an addition or multiplication also the key with exchanged operands."""
     yield key
     mirrored = mirrored_key(key)
     if mirrored is not None:

@@ -1,13 +1,16 @@
-"""Gives parameters and gradients communicators of their own, so that a wait ignores earlier collectives of the others.
+"""Gives the collectives of parameters and of gradients communicators of their own.
 
-Before → after, by the group's name (`autoshard.ir.communicators`):
+Collectives on one communicator run one after the other. So a wait for an activation would also wait for all gradients
+whose reduction started earlier on the same communicator. Before → after, by the group's name in the collective
+(`autoshard.ir.communicators`):
 
-* `"data"` → `"data/parameters"`: a gather of a value computed from parameters alone; every gather of the update;
-* `"data"` → `"data/gradients"`: a reduction whose result the backward only returns (a parameter's gradient), and later
-  collectives of this result; every reduction of the update.
+* `"data"` → `"data/parameters"`: gathers of values that are computed from parameters alone, and all gathers of the
+  update;
+* `"data"` → `"data/gradients"`: reductions whose result the backward only returns (a parameter's gradient), later
+  collectives of this result, and all reductions of the update.
 
-All other collectives (tensor and sequence parallelism, losses) keep the axis' own communicator. All ranks have the same
-names, because they have the same program. The names change no result, so `verify_phases` replaces each by its axes.
+All other collectives (tensor and sequence parallelism, losses) keep the name of their axes. All ranks have the same
+names, because they have the same program. The names change no result, so `verify_phases` ignores the purpose.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ _REDUCTIONS = (_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True, slots=True)
 class NameCommunicators:
-    """Names the communicator of each collective by its purpose."""
+    """Adds its purpose (parameters, gradients) to the communicator's name of each collective."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Put each collective on the communicator of its purpose."""
+        """Return the program with each collective on the communicator of its purpose."""
         inputs = phased.lowered.inputs
         hoisted = phased.hoisted
         held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]
@@ -66,13 +69,13 @@ def _named(
 
 
 def _chosen(graph_module: fx.GraphModule, flags: Collection[bool]) -> list[fx.Node]:
-    """The placeholders whose flag is set; `flags` begins with the first placeholder."""
+    """Return the placeholders of a graph whose flag is true. `flags` has flags for the first placeholders, in order."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return [node for node, flag in zip(placeholders, flags, strict=False) if flag]
 
 
 def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The sources, and the nodes computed from them alone."""
+    """Return the nodes `sources`, and all nodes that are computed from them alone."""
     found = set(sources)
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -82,7 +85,7 @@ def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node
 
 
 def _only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that reach only the output, directly or through calls of one operand (`_passes_on`)."""
+    """Return the calls that only the output reads, directly or through calls with one operand."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "call_function" and all(user.op == "output" or _passes_on(user, found) for user in node.users):
@@ -91,7 +94,10 @@ def _only_returned(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
-    """Whether a call only shapes, scales, converts or sends its operand on the way to the output."""
+    """Whether a node of `found`, which leads only to the output, has a single operand.
+
+    Such a call reshapes, scales, converts or sends its operand.
+    """
     return user in found and len(user.all_input_nodes) == 1
 
 

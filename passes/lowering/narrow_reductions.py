@@ -1,12 +1,12 @@
-"""Sends gradients between ranks in 16 bits, at the user's request.
+"""Sends float32 gradients between ranks in 16 bits, at the user's request.
 
 Before → after: `wait(all_reduce(x, "sum", "data/gradients"))` of float32 → `_to_copy(wait(all_reduce(_to_copy(x, bf16),
-"sum", "data/narrow_gradients")), float32)`. Reduce-scatters are alike.
+"sum", "data/narrow_gradients")), float32)`. Reduce-scatters are rewritten in the same way.
 
-Ranks round their addends, add them up in float32 and round the sum (`autoshard.runtime.rank_order`), like Megatron-LM's
-reduce-scatter with accumulation in float32. So the error of a sum does not grow with the number of ranks. Only
-gradients are narrowed, never losses or norms. `passes.verification.widen_reductions` inverts the rewrite for
-verification.
+Each rank rounds its addend to 16 bits. The addends are added up in float32, and the sum is rounded once
+(`autoshard.runtime.rank_order`). Megatron-LM's reduce-scatter with accumulation in float32 does the same. So the error
+of a sum does not grow with the number of ranks. Losses and norms are never sent in 16 bits.
+`passes.verification.widen_reductions` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _SHAPING = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.defaul
 
 @dataclass(frozen=True, slots=True)
 class NarrowReductions:
-    """Narrows the reductions of gradients.
+    """Sends float32 gradients between ranks in another dtype.
 
     Args:
-        dtype: type in which gradients are sent.
+        dtype: the dtype in which gradients are sent.
     """
 
     dtype: torch.dtype = torch.bfloat16
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with their gradients narrowed; the lowered program as a whole stays, for verification."""
+        """Return the program whose phases send gradients in `dtype`. The uncut program stays, for verification."""
         update = phased.update
         if update is not None:
             carried = update.graph.find_nodes(op="placeholder")[: len(phased.carried)]
@@ -79,7 +79,7 @@ class NarrowReductions:
 
 
 def _gradients(graph: fx.Graph) -> list[fx.Node]:
-    """The starts of float32 sums of gradients."""
+    """Return the nodes that start a sum of float32 gradients over ranks."""
     return [node for node in graph.nodes if node.target in _REDUCTIONS and _is_gradient(node)]
 
 
@@ -89,7 +89,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The value that a reduction sends, before shaping and conversion."""
+    """Return the node from which a reduction's operand is made by views, copies, padding and conversions alone."""
     (source,) = node.all_input_nodes
     while len(source.all_input_nodes) == 1 and (is_view(source) or source.target in _SHAPING):
         (source,) = source.all_input_nodes

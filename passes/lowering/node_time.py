@@ -1,4 +1,8 @@
-"""Time of single nodes of a lowered program: collectives by their formulas, other calls by the bytes that they move."""
+"""Estimate the time of single nodes of a lowered program.
+
+Collectives are priced by their formulas, and other calls by the bytes that they read and write. So kernels and
+operators without a formula have a time too.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,18 @@ from passes.strategies.collective_nodes import collective_time
 
 @dataclass(frozen=True, slots=True)
 class NodeTime:
-    """Seconds of a node on one rank, including kernels and constants. Without a cluster, the bytes that it sends or
-    moves.
+    """A function from a node to its seconds on one rank.
 
     Args:
-        mesh: mesh whose axes name the groups of collectives.
-        cluster: the hardware.
+        mesh: the mesh, whose axes name the process groups of collectives.
+        cluster: the hardware. None: the function returns the bytes of operands and results instead of seconds.
     """
 
     mesh: Mesh
     cluster: Cluster | None
 
     def __call__(self, node: fx.Node) -> float:
-        """Time of one node; 0 for views and waits."""
+        """Return the seconds of one node (bytes without a cluster); 0 for views and waits."""
         if not isinstance(node.target, torch._ops.OpOverload) or aliased_operands(node):
             return 0.0
         moved = _bytes(node.meta.get("val")) + sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)

@@ -1,8 +1,8 @@
-"""The order of all passes of lowering, in one tuple.
+"""The order of all passes of lowering, in one tuple (`ORDER`).
 
-An entry has a moment, which says when the pass runs, and a function that makes the pass from the options. The function
-returns None if the options do not need the pass. To add a pass, write its file and put an entry in its place. Passes of
-one moment run in the order of their entries; the entries of a moment stand together.
+An entry of the tuple is a pair. The first element, a `Moment`, says when the pass runs. The second is a function that
+makes the pass from the options, or returns None if the options do not need the pass. The entries of one moment stand
+together, and their passes run in this order. To add a pass, write its file and put an entry at its place in the tuple.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakePass = Callable[[LoweringOptions], Pass | None]
 
 
 class Moment(Enum):
-    """When a pass runs during planning and lowering. The text of a moment says what the pass gets as input."""
+    """The step of planning and lowering at which a pass runs. A moment's value describes the input of its passes."""
 
     TRACED = "the traced program, before it has a plan"
     PLANNED = "the program that was planned, with its plan"
@@ -82,7 +82,7 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
     (Moment.LOWERED, lambda o: JoinBiases() if o.with_native else None),
     (Moment.LOWERED, lambda _: NameCommunicators()),
     (Moment.LOWERED, lambda o: NarrowReductions(o.reduce_dtype) if o.reduce_dtype else None),
-    # Experts that save their rows do not send them twice, which wins most. So KeepRows comes first.
+    # Saved rows of experts save more time than overlap does. So KeepRows may use memory before the passes below.
     (Moment.LOWERED, lambda o: KeepRows(o.micro_batches, o.memory_bytes, o.load) if o.keeps_rows else None),
     (Moment.IN_FLIGHT, lambda _: WaitLate()),
     (Moment.IN_FLIGHT, lambda o: StartSoon() if o.in_flight.starts_soon else None),
@@ -96,13 +96,19 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
 
 
 def passes_at(moment: Moment, options: LoweringOptions = USUAL) -> tuple[Pass, ...]:
-    """The passes of a moment under these options, in order."""
+    """Return the passes that run at `moment` under `options`, in order."""
     asked = (make(options) for when, make in ORDER if when is moment)
     return tuple(made for made in asked if made is not None)
 
 
 def run_at(moment: Moment, program: Any, options: LoweringOptions = USUAL) -> Any:
-    """Run the passes of a moment on a program, and return the rewritten program."""
+    """Run the passes of `moment` on a program in order, and return the rewritten program.
+
+    Args:
+        moment: the moment.
+        program: a program of the kind that the moment's value describes.
+        options: the options from which the passes are made. `on_pass` is called after each pass.
+    """
     for rewrite in passes_at(moment, options):
         made = rewrite(program)
         if options.on_pass is not None:

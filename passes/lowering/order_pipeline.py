@@ -1,11 +1,16 @@
 """Inserts sends and receives into a pipeline's schedule.
 
+Before → after, for two stages and one micro-batch:
+
     0F0 0B0       →       0F0 0SEND_F0 0RECV_B0 0B0        (on rank 0)
     1F0 1B0       →       1RECV_F0 1F0 1B0 1SEND_B0        (on rank 1)
 
-Ranks take turns, and both ends of a transfer are inserted when its value is made. So one global order of all transfers
-contains each rank's order, and ranks cannot wait for each other in a circle. PyTorch's runtime for multi-stage
-schedules does the same (`torch.distributed.pipelining.schedules`, since 2.5).
+A task is written as its stage, its work and its micro-batch. F is a forward, and B is a backward.
+
+The pass simulates the schedule: ranks take turns and run one slot of tasks each. When a value is made, its send is
+appended to the maker's order and its receive to the reader's order. So all transfers are in one global order, and every
+rank has its transfers in this order. Ranks then cannot wait for each other in a circle. PyTorch's runtime for
+multi-stage schedules does the same (`torch.distributed.pipelining.schedules`, since 2.5).
 """
 
 from __future__ import annotations
@@ -19,13 +24,13 @@ from cost_models.schedule_orders import rank_orders, stage_ranks
 
 
 def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> PipelineOrder:
-    """Order the tasks of each rank in a step under a schedule.
+    """Return the order of each rank's tasks in a training step, with sends and receives.
 
     Args:
         schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
-        ranks: ranks of the pipeline.
-        micro_batches: micro-batches of a step.
-        virtual_stages: stages on each rank.
+        ranks: number of ranks of the pipeline.
+        micro_batches: number of micro-batches in a step.
+        virtual_stages: number of stages on each rank.
 
     Raises:
         CostArgumentError: the schedule is unknown, or does not allow these numbers.
@@ -41,7 +46,9 @@ def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages
 
 
 def order_forward(schedule: str, ranks: int, virtual_stages: int = 1) -> PipelineOrder:
-    """Order the forward of one batch, with the stages of a schedule on their ranks.
+    """Return the order of each rank's tasks in the forward of one batch, with sends and receives.
+
+    The arguments are those of `order_pipeline`. The schedule decides the rank of each stage.
 
     Example:
         >>> print(order_forward("1F1B", 2))
@@ -65,7 +72,14 @@ def _tasks(slot: PricedSlot) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class _MessageInsertion:
-    """By rank: the remaining slots, the inserted slots, and the messages made or received so far."""
+    """The state of the simulated schedule. A slot is the tuple of tasks that a rank runs at once.
+
+    Args:
+        shape: the ranks of the stages, without tasks.
+        left: for each rank, the slots that it has not run yet.
+        slots: for each rank, its order so far, with sends and receives.
+        there: for each rank, the messages that it has made or received so far.
+    """
 
     shape: PipelineOrder
     left: list[deque[Slot]]
@@ -73,7 +87,7 @@ class _MessageInsertion:
     there: list[set[Message]] = field(default_factory=list)
 
     def run(self) -> PipelineOrder:
-        """Let ranks take turns, one slot each."""
+        """Let ranks take turns until every rank has run all of its slots, and return the resulting order."""
         while any(self.left):
             turns = [self._put_next(rank) for rank, left in enumerate(self.left) if left]
             assert any(turns), "the orders of a schedule can run"
@@ -81,7 +95,10 @@ class _MessageInsertion:
         return PipelineOrder(self.shape.stage_ranks, self.shape.micro_batches, ranks)
 
     def _put_next(self, rank: int) -> bool:
-        """Insert a rank's next slot with the transfers of its messages; False if its inputs have not arrived."""
+        """Append the next slot of a rank to its order, and the transfers of the messages that the slot makes.
+
+        Return False, and append nothing, if the slot needs a message that has not arrived.
+        """
         slot = self.left[rank][0]
         if not all(needed is None or needed in self.there[rank] for needed in map(self._needed, slot)):
             return False
@@ -93,7 +110,7 @@ class _MessageInsertion:
         return True
 
     def _needed(self, task: StageTask) -> Message | None:
-        """The message that a task reads from a neighbouring stage."""
+        """Return the message that a task reads from a neighbouring stage, or None if it reads none."""
         if task.work is Work.FORWARD:
             return Message(task.stage - 1, True, task.micro_batch) if task.stage > 0 else None
         is_last = task.stage == len(self.shape.stage_ranks) - 1
@@ -102,7 +119,10 @@ class _MessageInsertion:
         )
 
     def _send(self, rank: int, message: Message) -> None:
-        """Insert both ends of a message's transfer, if it crosses ranks."""
+        """Append a message's send to the order of `rank`, and its receive to the reader's order.
+
+        Nothing is appended if the reader's stage is on the same rank.
+        """
         if not self.shape.crosses_ranks(message):
             return
         there = self.shape.stage_ranks[message.reader]

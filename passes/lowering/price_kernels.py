@@ -1,12 +1,15 @@
 """Prices the kernels that could replace calls of a lowered program, without writing generated kernels.
 
-Before → after: nodes of the phases are marked. The last call of a group carries its `KernelUse`; the other calls take
-no time of their own. Neither do reshard copies that the kernel performs. A kernel takes
+The pass changes only the metadata of nodes. The last call of each group that a kernel would replace gets the kernel's
+`KernelUse` (`KERNEL`). The calls of the group take no time of their own (`PART_LEFT` is 0). Copies of a reshard that
+the kernel performs take less time. A kernel for a group takes
 
-    launches * launch latency + max(products, bytes / bandwidth)
+    launches * launch latency + max(time of matrix products, bytes / bandwidth)
 
-with the matrix products of its form's calls. A kernel in place of a single operator takes the operator's time. A traced
-call has several local calls; a kernel's share of them is weighted by launches and bytes.
+with the matrix products among the group's calls. A kernel for a single operator takes the operator's time.
+
+A traced call may be lowered to several local calls, of which a kernel replaces some. The kernel's share of the traced
+call is the share of these calls in launches and bytes.
 """
 
 from __future__ import annotations
@@ -37,27 +40,30 @@ from passes.strategies.tensor_infos import tensor_infos
 from passes.verification.expand_kernels import STANDS_FOR, expand_kernels, is_kernel
 
 _Source = tuple[str, str | None]
-"""A local call's source: a traced node's call; or the reshard of a value for a reader."""
+"""The origin of a local call: (node, None) if it lowers a traced node, (value, reader) if it reshards a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriceKernels:
-    """Marks the calls that kernels could replace in each phase, with the kernels' time.
+    """Marks the calls that kernels could replace in each phase, with the time of the kernels.
 
     Args:
-        device: the program's device.
+        device: the device on which the kernels would run.
     """
 
     device: Device
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Mark the kernels of all phases."""
+        """Return the program with copied phases whose nodes are marked."""
         pricing = _Pricing(phased.lowered.graph_module, self.device, LocalUnits.of(phased.lowered))
         return rewrite_phases(phased, pricing.marked)
 
 
 def marked_kernels(phased: PhasedProgram) -> Kernels:
-    """The kernels of a marked program, in the order of its phases; `breakdown_without` is empty."""
+    """Return the kernels of a program that `PriceKernels` marked, in the order of the phases.
+
+    The field `breakdown_without` is left empty.
+    """
     units = LocalUnits.of(phased.lowered)
     nodes = [node for phase in phased.phases.values() for node in phase.graph.nodes]
     uses = tuple(node.meta[KERNEL] for node in nodes if KERNEL in node.meta)
@@ -69,7 +75,7 @@ def marked_kernels(phased: PhasedProgram) -> Kernels:
 
 
 def _counted(nodes: Iterable[fx.Node], units: LocalUnits) -> Traffic:
-    """The launches and bytes of some nodes, as often as each runs."""
+    """Return the launches and memory traffic of some nodes in the whole program, including left-out blocks."""
     return sum((traffic_of(node) * units.count(node) for node in nodes if is_launch(node)), Traffic())
 
 
@@ -93,7 +99,7 @@ class _Pricing:
         self.calls = dict(calls)
 
     def marked(self, phase: fx.GraphModule) -> fx.GraphModule:
-        """Copy a phase and mark its nodes."""
+        """Return a copy of a phase with marked nodes."""
         graph, _ = copied(phase.graph.nodes)
         gone = defaultdict[_Source, float](float)
         for chosen in choose_groups(graph, self.device):
@@ -118,7 +124,7 @@ class _Pricing:
         return self._use(chosen.group.name, members, results, chosen.operands, traffic, self._time(traffic, products))
 
     def _written(self, node: fx.Node) -> KernelUse:
-        """The use of a kernel of `autoshard.kernels` in place of its group, or of a single operator."""
+        """Return the `KernelUse` of a hand-written kernel that stands in the graph for a group or a single operator."""
         traffic = traffic_of(node)
         results = [user.name for user in node.users if user.target is operator.getitem] or [node.name]
         names = node.meta.get(STANDS_FOR)
@@ -160,7 +166,7 @@ class _Pricing:
         )
 
     def _weight(self, node: fx.Node) -> float:
-        """The assumed share of a local call in its traced call's time."""
+        """Return the weight of a local call among the local calls of one traced call: seconds of launch and memory."""
         return self._time(traffic_of(node), 0.0)
 
     def _time(self, traffic: Traffic, products_s: float) -> float:
@@ -168,12 +174,15 @@ class _Pricing:
         return traffic.launches * self.device.launch_latency_s + max(products_s, moved_s)
 
     def _alone(self, node: fx.Node) -> float:
-        """Seconds of a call of the program without kernels."""
+        """Return the seconds of a single call by the cost model of its operator."""
         done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
         return work_time(done, self.device, operator_name(node))
 
     def _products_of(self, node: fx.Node) -> float:
-        """Seconds of the arithmetic of a call's matrix products; 0 if it has none."""
+        """Return the seconds of the arithmetic of a call's matrix products, without memory traffic and launches.
+
+        The result is 0 if the call has no matrix products.
+        """
         if not is_launch(node):
             return 0.0
         done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
@@ -183,7 +192,7 @@ class _Pricing:
         return arithmetic - done.steps * self.device.launch_latency_s
 
     def _products_within(self, node: fx.Node) -> float:
-        """Seconds of the products in all calls of a kernel's form."""
+        """Return the seconds of the matrix products in all calls that a kernel's call stands for."""
         key = (node.target, fx.map_arg(node.args, lambda operand: _form(operand.meta["val"])))
         if key not in self.products:
             self.products[key] = sum(map(self._products_of, _written_out(node).nodes))
@@ -195,7 +204,7 @@ def _source(node: fx.Node) -> _Source:
 
 
 def _written_out(call: fx.Node) -> fx.Graph:
-    """The calls of a kernel's form, with their fake values."""
+    """Return a graph with the calls that a kernel's call stands for, with fake values."""
     graph = fx.Graph()
     operands = {node: graph.placeholder(node.name) for node in call.all_input_nodes}
     for node, placeholder in operands.items():

@@ -1,4 +1,4 @@
-"""Helpers of passes over phased programs: the same rewrite of each phase, and the values that a phase only returns."""
+"""Functions that several passes share: rewrite all phases, and find the calls that lead only to a phase's results."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _COPIES = (_aten.cat.default, _aten.clone.default, _aten.split_with_sizes_copy.d
 
 
 def rewrite_phases(phased: PhasedProgram, rewrite: Callable[[fx.GraphModule], fx.GraphModule]) -> PhasedProgram:
-    """The program with every phase rewritten; the lowered program as a whole stays as it is, for verification."""
+    """Return the program with `rewrite` applied to every phase. The uncut lowered program stays, for verification."""
     rewritten: dict[str, Any] = {name: rewrite(phase) for name, phase in phased.phases.items()}
     return replace(phased, **rewritten)
 
 
 def only_moves(node: fx.Node) -> bool:
-    """Whether a call computes nothing: a wait, a view, a copy."""
+    """Whether a call changes no element: a wait, a view or a copy."""
     return is_wait(node) or bool(aliased_operands(node)) or node.target in _COPIES
 
 
 def only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """Calls whose results only the output reads, through calls of the same kind.
+    """Return the calls whose results are only returned by the graph.
 
-    Behind a collective, only moves, waits and further collectives count.
+    All readers of such a call are the output or other returned calls. If a later collective sends the call's result on,
+    the call must itself be a collective, a wait, a view or a copy.
     """
     found, sent_on = set[fx.Node](), set[fx.Node]()
     for node in reversed(graph.nodes):

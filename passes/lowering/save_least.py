@@ -1,13 +1,13 @@
 """Finds values that a backward should recompute instead of reading, for a compiler that fuses pointwise operators.
 
-A saved value is written to memory and read back; a value inside a fused kernel costs nothing. Consider all sets of
-forward values from which pointwise calls, views and casts compute the backward's inputs. The set of fewest bytes is
-saved (Chen et al. 2016; as a cut by Jain et al. 2022, "min-cut rematerialization").
+A saved value is written to memory and read back. A value that is recomputed inside a fused kernel costs nothing. Some
+sets of forward values suffice to compute all that the backward reads by pointwise calls, views and casts. The set with
+the fewest bytes is saved (Chen et al. 2016; as a cut by Jain et al. 2022, "min-cut rematerialization").
 
-Minimise the sum of w(v) over saved values v. A product, a reduction, a collective or an input is never recomputed.
-Every path from such a value to a value that the backward reads must pass through a saved value. The weight w(v) is the
-bytes of v, twice if only saving writes v to memory. It grows by a tenth for each call between v and its use in the
-backward.
+Minimise the sum of w(v) over saved values v. A matrix product, a reduction, a collective or an input is never
+recomputed. Every path from such a value to a value that the backward reads must pass through a saved value. The weight
+w(v) is the bytes of v. It is doubled if v is only written to memory when it is saved. It grows by a tenth for each call
+between v and its use in the backward.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _REDUCTIONS = frozenset(
 
 
 def computed_again(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> set[fx.Node]:
-    """The forward nodes that the backward should recompute.
+    """Return the forward nodes that the backward should recompute.
 
     Args:
-        nodes: nodes of the joint program, in order.
+        nodes: nodes of the uncut program, in order.
         forward: nodes of the forward, including its inputs.
-        wanted: nodes that the backward reads.
+        wanted: nodes whose values the backward reads.
     """
     relevant = _relevant(nodes, forward, wanted)
     network = nx.DiGraph()
@@ -68,7 +68,7 @@ def computed_again(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wante
 
 
 def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> list[fx.Node]:
-    """The values from which the wanted values can be computed, last first."""
+    """Return the wanted forward values and all values from which cheap calls compute them, the last value first."""
     found: list[fx.Node] = []
     needed = {node for node in wanted if node in forward and _holds_tensors(node)}
     for node in reversed(nodes):
@@ -80,7 +80,7 @@ def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Co
 
 
 def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Calls between each value and the nearest wanted value."""
+    """Return a dict from each value to the number of cheap calls on the shortest way to a wanted value."""
     found: dict[fx.Node, int] = {}
     for node in relevant:
         behind = [found[user] + 1 for user in node.users if user in found and _is_cheap(user)]
@@ -89,7 +89,12 @@ def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict
 
 
 def _weight(node: fx.Node, distance: int) -> float | None:
-    """Cost of saving a value; None if it cannot be saved."""
+    """Return the weight w(v) of saving a value, or None if the value cannot be saved.
+
+    Args:
+        node: the value.
+        distance: number of calls between the value and its use in the backward.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node.op == "get_attr":
         return None
@@ -101,7 +106,7 @@ def _weight(node: fx.Node, distance: int) -> float | None:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Whether a fused kernel makes a value on the way: pointwise calls, views, casts, constants."""
+    """Whether a fused kernel can compute a value on the fly: a pointwise call, a view, a cast or a constant."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
@@ -120,6 +125,6 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _holds_tensors(node: fx.Node) -> bool:
-    """Whether a value is a tensor or has some; integers of ranks are computed anew in each phase."""
+    """Whether a value is a tensor or a tuple. An integer, such as a rank's index, is computed again in each phase."""
     value = node.meta.get("val")
     return isinstance(value, (torch.Tensor, tuple, list))

@@ -1,7 +1,8 @@
 """Runs semantic operators by torch's fused kernels.
 
-Before → after: `autoshard.attention(...)` → `autoshard.native_attention(...)`, and so for every operator of
-`autoshard.kernels.native`. Arguments and results stay. `verify_phases` treats both as equal.
+A semantic operator is an operator of ours for a whole computation, such as attention. Before → after:
+`autoshard.attention(...)` → `autoshard.native_attention(...)`, and likewise for every operator of
+`autoshard.kernels.native`. Arguments and results stay. `verify_phases` treats both operators as equal.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from passes.preparation.rewriting import with_targets
 
 @dataclass(frozen=True, slots=True)
 class SelectKernels:
-    """Replaces semantic operators by torch's fused kernels."""
+    """Replaces semantic operators by operators that run torch's fused kernels."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases on fused kernels; the lowered program as a whole stays as it is, for verification."""
+        """Return the program with fused kernels in its phases. The uncut lowered program stays, for verification."""
         selected: dict[str, Any] = {name: with_targets(phase, NATIVE) for name, phase in phased.phases.items()}
         return replace(phased, **selected)

@@ -1,8 +1,11 @@
-"""Cuts a lowered joint program into forward, backward and update.
+"""Cuts a lowered program into forward, backward and update.
 
-The forward has every node that its outputs and buffer updates need, and every node of phase "forward" that the backward
-reads. The latter values are saved. The update, which only the program of a training step has, has the nodes of phase
-"update". Other values that it reads are carried, except inputs. Nodes keep their order.
+* The forward has every node that outputs and buffer updates need, and every other node of phase "forward".
+* The backward has all other nodes before the update. Forward values that it reads are *saved*.
+* The update, which only the program of a training step has, has the nodes of phase "update". Values that it reads from
+  the forward or the backward are *carried*.
+
+Nodes keep their order in each phase.
 """
 
 from __future__ import annotations
@@ -23,21 +26,24 @@ from passes.lowering.save_least import computed_again
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
 UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
-"""Inputs that only an update reads, beside the parameters."""
+"""Kinds of the inputs that only an update reads. The update also reads parameters, which other phases read too."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPhases:
-    """Cuts a program into phases.
+    """Cuts a lowered program into phases.
 
     Args:
-        saves_least: let the backward recompute values that a compiler fuses, by `passes.lowering.save_least`.
+        saves_least: let the backward recompute forward values in place of saving them (`passes.lowering.save_least`).
     """
 
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """The phases, sharing constants with `lowered`. They are proven against the uncut program without kernels."""
+        """Return the phases; they share constants with `lowered`.
+
+        The field `lowered` of the result is the uncut program without kernels, against which the phases are verified.
+        """
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
@@ -95,7 +101,7 @@ def _indices(flags: Iterable[bool]) -> tuple[int, ...]:
 
 
 def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes of the forward phase, and whatever a forward result needs."""
+    """Return the nodes of phase "forward", the nodes `results`, and all nodes from which these are computed."""
     forward = {node for node in nodes if node.meta.get("phase") == "forward"}
     stack = list(results)
     while stack:
@@ -107,18 +113,21 @@ def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[
 
 
 def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes' operands, and the results."""
+    """Return the operands of the nodes `members`, and the nodes `results`."""
     read = {operand for node in members if node.op != "output" for operand in node.all_input_nodes}
     return read | set(results)
 
 
 def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
-    """Forward values that the backward reads, in program order: tensors only, rank integers are made again."""
+    """Return the tensors of `forward` that are in `read`, in program order.
+
+    Integers, such as a rank's index, are left out, because each phase computes them again.
+    """
     return [node for node in nodes if node in forward and node in read and _is_tensor(node)]
 
 
 def _is_carried(node: fx.Node) -> bool:
-    """Whether the update gets a value from the backward: a computed tensor or a tangent."""
+    """Whether the update gets a value as a carried value: a computed tensor, or a tangent of the backward."""
     return _is_tensor(node) and (node.op != "placeholder" or node.meta.get("phase") == "backward")
 
 

@@ -1,14 +1,16 @@
-"""Starts gathers of parameters before the previous layer, so that they overlap with it.
+"""Starts the gather of each layer's parameters before the previous layer, so that it overlaps with that layer.
 
 Before: `y = f(x, wait(all_gather(p)))`, `z = g(y, wait(all_gather(q)))`. After: `p1 = all_gather(p)`,
 `q1 = all_gather(q)`, `y = f(x, wait(p1))`, `z = g(y, wait(q1))`. Each gather starts right before the wait for the
-previous gather over the same links. The first gather starts at the head of its phase. Values are packed just before
-they are sent, so memory holds one more gather than without this pass.
+previous gather of the same process group. The first gather starts at the beginning of its phase. The operand of a
+gather is computed just before the gather starts, so memory holds one more gathered value than without this pass.
 
 In the forward and the backward, the pass moves gathers of values that are computed from parameters alone. Nothing in
-these phases writes parameters. In the update, the pass moves collectives of the update's inputs (gradients of
-micro-batches) to the head. With `by=None` every such collective moves to the head, in the order of the waits, so that
-`BucketCollectives` can join them. A second pass with a number then puts the buckets in their places.
+these phases writes parameters.
+
+The pass runs twice. With `by=None` it moves all gathers to the beginning of their phase, in the order of their waits,
+so that `BucketCollectives` can join them. In the update, this run also moves the collectives of the phase's inputs
+(gradients of micro-batches). The second run, with a number, moves the buckets to their places.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class StartAhead:
-    """Starts gathers ahead of their readers.
+    """Starts gathers of parameters before the calls that precede their readers.
 
     Args:
-        by: how many further gathers over the same links run while the device waits for one. None: all.
+        by: number of later gathers of the same process group that have started when the device waits for a gather.
+            None: all gathers start at the beginning of the phase.
     """
 
     by: int | None = 1
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Move the gathers of all phases."""
+        """Return the program with moved gathers in all phases."""
         update = phased.update
         return replace(
             phased,
@@ -49,13 +52,13 @@ class StartAhead:
 
 
 def _gathers(graph: fx.Graph) -> list[fx.Node]:
-    """Gathers of values computed from parameters alone."""
+    """Return the all-gathers of values that are computed from parameters alone, by their communicator's purpose."""
     nodes = graph.find_nodes(op="call_function", target=ALL_GATHER)
     return [node for node in nodes if is_for(str(node.args[-1]), Purpose.PARAMETERS)]
 
 
 def _sent_as_given(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives that need one input of the phase and nothing else, directly or through calls of one operand."""
+    """Return the collectives whose operand is an input of the phase, directly or through calls with one operand."""
     found: set[fx.Node] = set(graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
         if len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in found and node.op == "call_function":
@@ -72,13 +75,14 @@ def _moved(graph_module: fx.GraphModule, starts: Sequence[fx.Node], by: int | No
 
 @dataclass(slots=True)
 class _Order:
-    """The nodes of a graph in another order.
+    """Yields the nodes of a graph in a new order.
 
     Args:
         graph: the graph.
-        starts: the collectives that the pass moves.
-        moving: these collectives and the nodes that they need. They are placed when another node needs them.
-        depths: for each node, the length of the longest chain of `starts` in its computation.
+        starts: the collectives that the pass moves, in the order in which their results are first read.
+        moving: these collectives and all nodes from which they are computed. They are placed only when another node
+            needs them.
+        depths: for each node, the greatest number of `starts` on a path that leads to it, itself included.
         placed: the nodes that are already in the new order.
     """
 
@@ -94,16 +98,20 @@ class _Order:
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
     def from_the_head(self) -> Iterator[fx.Node]:
-        """Put all `starts` first: those on inputs of the phase, then those on the results of these, and so on."""
+        """Yield the nodes with all `starts` first.
+
+        Collectives that need no other of `starts` come first, then collectives of their results, and so on.
+        """
         yield from self._placeholders()
         for start in sorted(self.starts, key=self.depths.__getitem__):
             yield from self._place(start, {})
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Put each collective right before the wait for an earlier collective.
+        """Yield the nodes with each of `starts` right before the wait for an earlier collective.
 
-        The earlier one is `by` places before it among the collectives of the same process group and depth.
+        Take the collectives of one process group and depth, in order. Each collective starts before the wait for the
+        collective that is `by` places earlier in this list.
         """
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
@@ -126,9 +134,9 @@ class _Order:
                 yield from self._place(node, behind)
 
     def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
-        """Place a node after its operands, unless it is already placed.
+        """Yield a node after its operands, unless it is already placed.
 
-        A wait for a collective also comes after the collectives that `behind` lists for that collective.
+        Before the wait for a collective, also place the collectives that `behind` lists for this collective.
         """
         if node in self.placed:
             return
@@ -152,7 +160,10 @@ def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """The index of each node. A moving node has the index of the first fixed node that reads its results."""
+    """Return the index of each node in the graph. A node of `moving` has the index of the first reader that stays.
+
+    The reader may read the value directly or through other moving nodes.
+    """
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):
         first[node] = min((first[user] for user in node.users), default=place) if node in moving else place
@@ -160,7 +171,7 @@ def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, 
 
 
 def _depths(graph: fx.Graph, starts: frozenset[fx.Node]) -> dict[fx.Node, int]:
-    """The `depths` of `_Order`; each of `starts` counts itself."""
+    """Return for each node the greatest number of `starts` on a path that leads to it, itself included."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         depths[node] = (node in starts) + max((depths[operand] for operand in node.all_input_nodes), default=0)

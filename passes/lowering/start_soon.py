@@ -1,14 +1,17 @@
-"""Starts a collective of values right after its operand, so that independent computation overlaps with it.
+"""Starts a collective of an activation or its gradient early, so that independent computation overlaps with it.
 
-Before → after, for a product in a backward under tensor parallelism: `w = x.t() @ dy; dx = dy @ weight.t(); c =
-all_reduce(dx); z = f(wait(c))` → `dx = ...; c = all_reduce(dx); w = x.t() @ dy; z = f(wait(c))`. The gradient of the
-weight, for which nothing waits, is computed while that of the input is under way. Calls pass each other only between
-two waits for such collectives, so a value lives at most until the next wait. Other passes move collectives of gradients
-and parameters, which have communicators of their own.
+Before → after, for a matrix product in a backward under tensor parallelism: `w = x.t() @ dy; dx = dy @ weight.t(); c =
+all_reduce(dx); z = f(wait(c))` → `dx = ...; c = all_reduce(dx); w = x.t() @ dy; z = f(wait(c))`. The gradient `w` of
+the weight is computed while the gradient `dx` of the input is reduced. Collectives of parameters and of parameters'
+gradients have communicators of their own, and other passes move them.
 
-A start passes few reductions of gradients (`_MOST_PASSED`). Under data parallelism a backward sends one value at its
-end, the gradient of a table of positions, which depends on the whole backward. It would bring the whole chain of input
-gradients ahead of all weights' gradients. Then no reduction would start in the first two thirds of the backward.
+Calls change their order only between the waits for two such collectives. So a value is kept at most until the next
+wait.
+
+A collective may move past few reductions of gradients (`_MOST_PASSED`). Under data parallelism, a backward may have a
+single such collective at its end, for the gradient of a table of positions. The whole chain of input gradients would
+otherwise move ahead of all weights' gradients. No gradient's reduction would then start in the first two thirds of the
+backward.
 """
 
 from __future__ import annotations
@@ -24,15 +27,18 @@ from autoshard.ir.lowered import PhasedProgram
 from passes.preparation.rewriting import in_order
 
 _MOST_PASSED = 8
-"""A layer under tensor parallelism reduces no more gradients between two waits: of four matrices, biases and norms."""
+"""Number of reductions of gradients that a collective may move past.
+
+A layer under tensor parallelism has no more of them between two waits, for four matrices, their biases and norms.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StartSoon:
-    """Moves collectives of values up to their operands."""
+    """Moves collectives of activations, and the calls that they need, up past independent calls."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with collectives of values in the forward and the backward moved up."""
+        """Return the program with moved collectives in its forward and its backward."""
         return replace(phased, forward=_rewritten(phased.forward), backward=_rewritten(phased.backward))
 
 
@@ -47,7 +53,10 @@ def _sends_values(node: fx.Node) -> bool:
 
 
 def _order(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes, where a start and its operands come first among the nodes since the last wait."""
+    """Yield the nodes in an order in which a collective and the nodes that it needs come right after the last wait.
+
+    Other nodes since that wait follow the collective.
+    """
     passed: list[fx.Node] = []
     reductions = 0
     for node in graph.nodes:
@@ -76,7 +85,10 @@ def _reduces_gradients(node: fx.Node) -> bool:
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes among `among`, in order, that a start depends on."""
+    """Return the nodes from which the operand of the collective `start` is computed, as far as they are in `among`.
+
+    The set may have further nodes outside of `among`. `among` is in the order of the graph.
+    """
     needed = set(start.all_input_nodes)
     for node in reversed(among):
         if node in needed:

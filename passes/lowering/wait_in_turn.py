@@ -1,13 +1,16 @@
-"""Orders buckets that are waited for at the end of a phase. The follow-up of one bucket starts once the next bucket has
-started.
+"""Starts the second reduction of a bucket early, and limits the number of reduce-scatters under way.
 
-Before → after, for gradients in buckets a and b that are reduced over one axis and then over another, and the products
-f and g that make them: `a = f(); start a; b = g(); start b; wait a; start a's second; wait b; start b's second` → `a =
-f(); start a; b = g(); start b; wait a; start a's second; ...`, before the products of the next bucket. So second
-reductions overlap with computation too, and the links of the first are never idle.
+Gradients may be reduced over one mesh axis and then over another. `WaitLate` has put all waits and all second
+reductions at the end of the phase. This pass starts the second reduction of bucket a once the first reduction of the
+next bucket b has started. Before → after, for the computations f, g and h of three buckets:
 
-With `most_held`, at most this many reduce-scatters hold their operands. The oldest is waited for before a further one
-starts.
+    a = f(); start a; b = g(); start b; c = h(); start c; wait a; start a's second; wait b; start b's second; ...
+    a = f(); start a; b = g(); start b; wait a; start a's second; c = h(); start c; wait b; start b's second; ...
+
+So second reductions overlap with computation too, and the links of the first reduction are never idle.
+
+A reduce-scatter under way holds its operand in memory. With `most_held`, at most this many reduce-scatters are under
+way. The oldest is waited for before a further one starts.
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """Orders the waits for buckets.
+    """Moves waits for buckets, and the second reductions of buckets, to earlier places.
 
     Args:
-        most_held: reduce-scatters under way that hold their operands. None: no limit.
+        most_held: greatest number of reduce-scatters under way. None: no limit.
     """
 
     most_held: int | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases in another order."""
+        """Return the program with the nodes of each phase in the new order."""
         return rewrite_phases(phased, self._rewrite)
 
     def _rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -45,7 +48,10 @@ class WaitInTurn:
 
 
 def _chained(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives of other collectives' results, without computation in between, on the way to the output."""
+    """Return the collectives whose operand is another collective's result and whose own result is only returned.
+
+    Between the two collectives stand only waits, views and copies.
+    """
     found, returned = set[fx.Node](), only_returned(graph)
     for node in graph.nodes:
         behind = any(operand in found for operand in node.all_input_nodes)
@@ -56,14 +62,14 @@ def _chained(graph: fx.Graph) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _Turns:
-    """A graph that gets another order.
+    """Yields the nodes of a graph in a new order.
 
     Args:
         graph: the graph.
-        most_held: limit of reduce-scatters, as in `WaitInTurn`.
-        chained: collectives of other collectives' results, not started yet.
-        placed: nodes that have their place.
-        scattered: reduce-scatters in the order of their starts.
+        most_held: greatest number of reduce-scatters under way, or None.
+        chained: the collectives of other collectives' results (`_chained`), which start early.
+        placed: the nodes that are already in the new order.
+        scattered: the reduce-scatters that have started, in order.
     """
 
     graph: fx.Graph
@@ -73,7 +79,11 @@ class _Turns:
     scattered: list[fx.Node] = field(default_factory=list)
 
     def order(self) -> Iterator[fx.Node]:
-        """The nodes, with due waits and follow-ups before and after each start."""
+        """Yield the nodes in the new order.
+
+        Before a reduce-scatter come the waits that keep the limit. After each collective come the `chained` collectives
+        that can start then.
+        """
         for node in self.graph.nodes:
             if node in self.placed:
                 continue
@@ -89,14 +99,18 @@ class _Turns:
         return node
 
     def _wait_for_the_oldest(self) -> Iterator[fx.Node]:
-        """Wait for all but the last `most_held - 1` reduce-scatters."""
+        """Yield the waits for all started reduce-scatters but the last `most_held - 1`, unless they are placed."""
         if self.most_held is None:
             return
         for start in self.scattered[: len(self.scattered) - self.most_held + 1]:
             yield from (self._put(user) for user in start.users if user not in self.placed)
 
     def _start_chained(self, group: str, last: fx.Node) -> Iterator[fx.Node]:
-        """Start all collectives that only need results sent over a group before its `last` collective."""
+        """Yield the `chained` collectives that can start once collective `last` of process group `group` has started.
+
+        Such a collective needs the result of an earlier collective of this group, and otherwise only moves. The waits
+        and moves that it needs come before it.
+        """
         for start in self.chained:
             needed = [] if start in self.placed else self._needed(start)
             sent = {node.all_input_nodes[0] for node in needed if is_wait(node)}
@@ -105,7 +119,10 @@ class _Turns:
                 yield from self._start_chained(str(start.args[-1]), start)
 
     def _needed(self, start: fx.Node) -> list[fx.Node]:
-        """The unplaced moves that a start needs, operands first; empty if it needs more than moves."""
+        """Return the waits, views and copies that a collective needs and that are not placed yet, operands first.
+
+        The list is empty if the collective also needs other calls that are not placed.
+        """
         found: dict[fx.Node, None] = {}
 
         def reach(node: fx.Node) -> bool:

@@ -1,10 +1,12 @@
-"""Waits for a collective at the first reader of its result, so that earlier calls overlap with it.
+"""Moves the wait for a collective to the first reader of its result, so that the calls in between overlap with it.
 
 Before → after: `y = wait(all_reduce(x)); z = f(u); v = g(y)` → `c = all_reduce(x); z = f(u); y = wait(c); v = g(y)`.
-Views of a result move with its wait. So do values that depend on it alone and are only returned, so gradients are
-waited for at the end of the backward. Collectives start at their old places, in the same order. An exception are
-gradients that are reduced over one axis and then over another. Their second reductions move to the end too, after the
-waits for all first reductions, so that both may join buckets. `WaitInTurn` starts them earlier afterwards.
+Views of the result move with the wait. Calls that depend only on the result, and whose values are only returned, move
+too. So gradients are waited for at the end of the backward.
+
+Collectives start at their old places, in the same order, with one exception. Gradients may be reduced over one mesh
+axis and then over another. Their second reductions move to the end too, behind the waits for all first reductions, so
+that both reductions can be put into buckets. `WaitInTurn` later starts the second reductions earlier.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class WaitLate:
     """Moves waits to the first readers of their results."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Move the waits of all phases. The uncut lowered program is unchanged, for verification."""
+        """Return the program with moved waits in all phases. The uncut lowered program stays, for verification."""
         return rewrite_phases(phased, _rewritten)
 
 
@@ -43,7 +45,10 @@ def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """The nodes, with each `waiting` node just before the first other node that reads it."""
+    """Yield `nodes` in an order in which each node of `waiting` comes just before the first other node that reads it.
+
+    `waiting` is an ordered set, which is emptied.
+    """
     for node in nodes:
         if node.op == "output":
             yield from list(waiting)
@@ -54,7 +59,7 @@ def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator
 
 
 def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """Take the operands of `reader` out of the waiting nodes, operands first."""
+    """Yield the nodes of `waiting` from which `reader` is computed, operands first, and remove them from `waiting`."""
     for operand in reader.all_input_nodes:
         if operand in waiting:
             del waiting[operand]
@@ -63,7 +68,13 @@ def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
 
 
 def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Waits and the nodes that move with them, in order; collectives only if `returned` and not `staying`."""
+    """Return, as an ordered set, the waits and the nodes that move with them.
+
+    Args:
+        nodes: the nodes of a phase, in order.
+        returned: calls whose results are only returned (`only_returned`). Such calls move with a wait, and so do views.
+        staying: collectives that do not move.
+    """
     late: dict[fx.Node, None] = {}
     for node in nodes:
         if is_wait(node):
@@ -77,7 +88,10 @@ def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Coll
 
 
 def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:
-    """The position of each late collective in its chain, counted from the chain's first, which does not move."""
+    """Return a dict from each collective of `late` to its position in its chain of collectives.
+
+    The first collective of a chain does not move, so it is not in `late`. The second has position 1.
+    """
     places: dict[fx.Node, int] = {}
     for node in late:
         places[node] = is_collective(node) + max(

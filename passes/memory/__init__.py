@@ -1,1 +1,1 @@
-"""Lifetimes and bytes of values in memory, as a function of the plan."""
+"""Memory of programs: lifetimes and bytes of values under each plan, and the peak of a lowered program or pipeline."""

@@ -1,22 +1,24 @@
-"""Lifetimes of a program's values, as a function of the plan: a guide for searches.
+"""Find the lifetimes of a program's values in memory, under all plans at once, as a guide for searches.
 
 The lowered program decides whether a plan fits (`passes.memory.lowered_memory`). A search is repeated within less
-memory until its choice fits. So the guide ignores short-lived memory, except the copies that reshards make.
+memory until its choice fits. So this guide ignores short-lived memory, except the copies that reshards make.
 
-Program points are the actions of lowering. It reshards each operand of a call in turn, and the call runs. Results that
-leave the program are resharded. After the forward, outputs are returned. Each owned value takes memory from its call to
-its last use, including uses through views. A copy by a reshard takes memory from the reshard on.
+A lifetime is an interval of *program points*. Points number the actions of the lowered program in order. For each call,
+each operand is resharded in turn, then the call runs, then results that leave the program are resharded. One more point
+after the forward returns the outputs. A value with memory of its own takes memory from its call to its last use,
+including uses through views. A copy that a reshard makes takes memory from the reshard on.
 
-* A value is freed after a last use that reshards it. Otherwise it lives until its reading call is over.
-* The memory behind a view or a fan-out is either the value or the copy that was made on the way there. Its bytes are
-  the same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
+* If the last use of a value is a reshard, the value is freed after the reshard. Otherwise it lives until the call that
+  reads it is over.
+* The memory behind a view or a fan-out is either the value itself, or the copy that a reshard made on the way there.
+  Both have the same bytes, which the view's spec alone decides (`EITHER`).
 * Parameters, buffers and inputs live from the start; parameters also carry optimizer state. An update overwrites its
   operands, so it needs no further memory.
 * Results live to the end. Outputs are returned whole; until then they have the plan's spec. A whole training step
   returns no outputs.
 
-Every size depends on the options of at most two variables. A copy of an input may be in use by a view of the input, or
-by a copy of that view. This depends on three variables, so both are counted.
+Every size depends on the options of at most two variables. There is one exception: the copy of an input may be used by
+a view of the input, or by a copy of that view. The size would depend on three variables, so both copies are counted.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ UPDATE = "update"
 """The phase of an optimizer's update."""
 
 GRADIENT = 1
-"""The operand that an in-place update only reads, in `autoshard.kernels.optimizers`."""
+"""Index of the only operand, the gradient, that an update of `autoshard.kernels.optimizers` does not overwrite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """First and last point, both inclusive, of a lifetime."""
+    """A lifetime: its first and its last program point, both inclusive."""
 
     birth: int
     death: int
@@ -53,7 +55,7 @@ class Interval:
 
 
 class Held(StrEnum):
-    """Kind of memory that a link uses for some time."""
+    """Kind of memory that a link, the path of a value from its maker to one reader, uses for some time."""
 
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"
@@ -63,7 +65,13 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """Memory of a link, by index, over an interval."""
+    """Memory that a link uses over an interval.
+
+    Args:
+        link: index of the link in `SearchSpace.links`.
+        held: the kind of memory.
+        interval: the program points at which the memory is in use.
+    """
 
     link: int
     held: Held
@@ -72,8 +80,13 @@ class OnLink:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLifetimes:
-    """Lifetimes and numbers of values in missing units (`passes.strategies.repeated`), by the values that stand for
-    them.
+    """Lifetimes of values in the repeated units that a program leaves out (`passes.strategies.repeated`).
+
+    A value or link of the program stands for its copies in all left-out units. The integers count these copies.
+
+    Args:
+        values: (site, index of the result) to the lifetime of the copies, and their number.
+        on_links: memory of links in the left-out units, each with its number of copies.
     """
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
@@ -82,21 +95,21 @@ class RepeatedLifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Lifetimes by value and by link.
+    """Lifetimes of a program's values, and of the copies on its links.
 
     Args:
         points: number of program points.
-        values: (site, result) to lifetime, for values that own memory.
-        on_links: memory of links.
-        calls: call to the point at which it runs.
-        reshards: index of a link to the point of a reshard on it.
+        values: (name of a site, index of its result) to the lifetime, for values with memory of their own.
+        on_links: memory that links use.
+        calls: name of a call to the point at which it runs.
+        reshards: index of a link to the point of a reshard on the link.
         forward_end: the point after the forward, when outputs are returned in the plan's spec.
-        adding: fan-out of a gradient to the point at which it is added to the sum over micro-batches.
-        state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
-        parameters: the placeholders that are parameters.
-        of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
-            read them.
-        repeated: lifetimes in the blocks that the program leaves out.
+        adding: name of a gradient's fan-out to the point at which the gradient is added to its sum over micro-batches.
+        state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
+        parameters: names of the placeholders that are parameters.
+        of_micro_batch: name of each placeholder that differs between micro-batches to a flag. The flag is true for
+            activations from other stages, because the backward may read them.
+        repeated: lifetimes in the units that the program leaves out.
         micro_batches, load: arguments of `find_lifetimes`.
     """
 
@@ -115,13 +128,15 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """The lifetimes of another search space of the same step."""
+        """Return the lifetimes in another search space of the same step, with this object's other arguments."""
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Number of values of such a lifetime that a rank always holds for its other stages and micro-batches.
+        """Return how many more values of this lifetime a rank always holds, for its other stages and micro-batches.
 
-        `name` is the site of the value, unless it belongs to a link.
+        Args:
+            interval: the lifetime of one value.
+            name: the site of the value; "" for memory of a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -131,14 +146,17 @@ class Liveness:
         return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
-        """Site, result, lifetime and number of all values that own memory."""
+        """Yield (site, index of the result, lifetime, number of values) for all values with memory of their own.
+
+        Values in left-out units come last, and only their number may exceed one.
+        """
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
         for (name, result), (interval, number) in self.repeated.values.items():
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
-        """Memory of all links, with the number of copies."""
+        """Yield the memory of all links, each with its number of copies; links of left-out units come last."""
         yield from ((kept, 1) for kept in self.on_links)
         yield from self.repeated.on_links
 
@@ -152,10 +170,10 @@ def find_lifetimes(
     """Find the lifetimes of all values and copies of a search space.
 
     Args:
-        space: the sites and links. For a whole training step on several micro-batches, those of one.
-        state_bytes_per_parameter_byte: optimizer state, as in `Liveness`.
-        micro_batches: micro-batches of a step. From the second on, sums of gradients also need memory.
-        load: memory on the rank beside the program.
+        space: the sites and links of a call, or of a training step on one micro-batch.
+        state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter.
+        micro_batches: micro-batches of a step. If there are several, sums of gradients also need memory.
+        load: the stages and micro-batches that the rank has in memory at once.
     """
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
@@ -181,9 +199,14 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Points of each link's reshard, of each call (0 for inputs), after the forward, and the last point.
+    """The program points of all actions.
 
-    Also the points at which each gradient, by its fan-out in the backward, is added to the sum over micro-batches.
+    Args:
+        reshards: index of a link to the point of its reshard.
+        calls: name of a site to the point at which it runs; 0 for inputs.
+        forward_end: the point after the forward.
+        adding: name of a gradient's fan-out to the point at which the gradient is added to its sum.
+        end: the last point.
     """
 
     reshards: Mapping[int, int]
@@ -201,10 +224,7 @@ class _Times:
             (out_of[link.tail] if leaving else into[link.head]).append(index)
         reshards, calls, adding = {}, {}, {}
         point = forward_end = 0
-        last, last_gradient = (
-            max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, phase)), default=0)
-            for phase in ("forward", "backward")
-        )
+        last = max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, "forward")), default=0)
         for number, (name, site) in enumerate(space.sites.items()):
             if site.node is None:
                 continue
@@ -217,9 +237,8 @@ class _Times:
                 reshards[index] = point = point + 1
             if number == last:
                 forward_end = point = point + 1
-            if number == last_gradient:
-                for fan_out in (site.name for site in space.sites.values() if is_gradient_fan_out(site.node)):
-                    adding[fan_out] = point = point + 1
+            if is_gradient_fan_out(site.node):
+                adding[name] = point = point + 1
         return cls(reshards, calls, forward_end, adding, point + 1)
 
 
@@ -229,7 +248,16 @@ def _runs_in(site: Site, phase: str) -> bool:
 
 @dataclass(slots=True)
 class _Lifetimes:
-    """Finds lifetimes place by place. A place is a value that owns memory, or the operand of a view."""
+    """The search for all lifetimes. Pairs (name of a site, index of its result) are called places here.
+
+    Args:
+        sums_gradients: whether gradients are summed over micro-batches.
+        readers: place to the indices of the links that read its value.
+        viewed: name of a view, fan-out or in-place update to the index of the link whose memory it shares.
+        deaths: place to the last point at which its value is used, also through views.
+        is_step: whether the program is a training step.
+        values, on_links: the lifetimes found so far, as in `Liveness`.
+    """
 
     space: SearchSpace
     times: _Times
@@ -252,7 +280,7 @@ class _Lifetimes:
         self._find_deaths()
 
     def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
-        """Find lifetimes of values, and memory of links."""
+        """Return the lifetimes of values by place, and the memory of links."""
         owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
@@ -262,7 +290,12 @@ class _Lifetimes:
         return self.values, tuple(self.on_links)
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
-        """Record memory from the birth of a value on: its certain lifetime, then that of its last reader's copy."""
+        """Record the memory of one result of a site, and of the copies that its readers' reshards make.
+
+        The value is counted up to the point until which it lives under every plan. After this point, the value lives on
+        only if its last reader does not reshard it. So its memory is then counted on the link to this reader. If the
+        reader is a view, `owned` receives the point from which the view's own spec decides the bytes.
+        """
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
         if site.is_alias and len(site.results) > 1:
@@ -289,7 +322,10 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """The link that reads a value last, and the point up to which the value lives regardless of reshards."""
+        """Return the link that reads a value last, and the last point at which the value lives under every plan.
+
+        The link is None if no choice of reshards shortens the value's life.
+        """
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
             return None, death
@@ -299,7 +335,13 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """Record the lifetime of the copy for one reader, from its reshard to `until`."""
+        """Record the copy that a reshard makes for one reader, from the reshard on.
+
+        Args:
+            index: the link to the reader.
+            death: the last use of the value that is resharded.
+            until: the last point of the copy; None for the last point at which the reader needs it.
+        """
         point = self.times.reshards[index]
         link = self.space.links[index]
         self._keep(index, Held.PACKED, point, point)
@@ -311,7 +353,11 @@ class _Lifetimes:
             self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
-        """Record the lifetime of a result: to the end, except for results that a step returns or buffers take over."""
+        """Record the memory of a result that leaves the program, on the link `index`; `death` is its last other use.
+
+        Such a result lives to the last point. Outputs of a training step and new values of buffers live only until the
+        forward has ended.
+        """
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
         until = self.times.forward_end if goes else self.times.end
@@ -326,7 +372,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """Find the last use of every value; a view's uses are uses of its base."""
+        """Fill `deaths` with the last use of every value; the uses of a view are also uses of its base."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):
@@ -335,7 +381,7 @@ class _Lifetimes:
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
 
     def _use(self, index: int) -> int:
-        """The last point at which a link needs its value without a reshard."""
+        """Return the last point at which the reader of a link uses the value, if the link does not reshard it."""
         link = self.space.links[index]
         head = self.space.sites[link.head]
         if leaves_program(head, link):
@@ -348,12 +394,12 @@ class _Lifetimes:
         return link.operand == 0 and self.space.sites[link.head].is_alias
 
     def _is_written(self, link: Link) -> bool:
-        """Whether an update overwrites a link's value."""
+        """Whether the reader of a link is an optimizer's update that overwrites the link's value."""
         node = self.space.sites[link.head].node
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _is_plain(self, name: str) -> bool:
-        """Whether the memory of a site's results has their own size, because they are no views of a part."""
+        """Whether the memory behind a site's results is as large as the results, unlike behind a view of a part."""
         if name not in self.viewed:
             return True
         link = self.space.links[self.viewed[name]]

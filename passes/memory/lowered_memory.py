@@ -1,9 +1,9 @@
-"""The memory of a lowered program on a rank, found by walking through it as processes run it.
+"""Find the peak memory of a lowered program on each rank, by a walk through its nodes in the order in which ranks run.
 
-Parameters, buffers, optimizer state and inputs live throughout. Saved values live until the backward has used them.
-Gradients live to the end, or until the update, which overwrites its inputs. A call returns its outputs in the plan's
-spec; a training step keeps no outputs. A program that leaves out units of blocks has the whole model's memory
-(`passes.memory.storages`).
+Parameters, buffers, optimizer state and inputs are in memory throughout. Saved values live until the backward has used
+them. Gradients live to the end, or until the update, which overwrites its inputs. A call returns its outputs in the
+plan's spec; a training step keeps no outputs. If a program leaves out units of blocks, the memory of the whole model is
+counted (`passes.memory.storages`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoshard.graphs.add_to_sums import adding
 from autoshard.graphs.fill_buckets import filled
 from autoshard.graphs.owned_results import owned_results
 from autoshard.graphs.write_in_place import written_in_place
@@ -33,19 +34,19 @@ class StepMemory:
     """Memory in use on each rank at the peak of one call or training step.
 
     Args:
-        parts: bytes at that moment, by part (`PARTS`).
+        parts: bytes at the peak by category: "parameters", "optimizer state" and the others of `PARTS`.
     """
 
     parts: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> int:
-        """The largest number of bytes in use at once."""
+        """Bytes in use at the peak, over all categories."""
         return sum(self.parts.values())
 
 
 def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
-    """The peak of `step_memory` in bytes."""
+    """Return the peak of `step_memory`, in bytes."""
     return step_memory(phased, micro_batches, load).peak_bytes
 
 
@@ -54,16 +55,16 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
 
     Args:
         phased: the program.
-        micro_batches: micro-batches of a step; the last micro-batch is counted.
-        load: memory on the rank beside the program.
+        micro_batches: micro-batches of a step. If there are several, sums of gradients are in memory too.
+        load: the stages and micro-batches that the rank has in memory at once.
     """
     memory = Storages(LocalUnits.of(phased.lowered))
     inputs = _inputs(memory, phased)
     sums = _sums(memory, phased) if micro_batches > 1 else []
     once = _run_once(memory, phased, inputs)
-    held = [*inputs, *sums, *once]
+    held = [*inputs, *once]
     results = memory.run(
-        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], held
+        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], [*held, *sums]
     )
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
@@ -71,12 +72,12 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
         slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
         held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
-    gradients = memory.run(filled(phased.backward.graph), [*saved, *tangents], held, GRADIENTS)
+    backward = filled(phased.backward.graph)
+    if sums:
+        backward = adding(backward, owned_results(phased.backward.graph)[len(phased.backward_outputs) :])
+    gradients = memory.run(backward, [*saved, *tangents, *sums], held, GRADIENTS)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
-        if sums:
-            owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
-            carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
         memory.run(update_in_place(phased.update, written_by_update(phased)), read, inputs)
     parts = memory.parts or dict.fromkeys(PARTS, 0)
@@ -90,7 +91,7 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
 
 
 def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
-    """The storages of a program's inputs."""
+    """Return a new storage for each input of a program, in order."""
     lowered = phased.lowered
     nodes = lowered.graph_module.graph.find_nodes(op="placeholder")
     return [
@@ -103,7 +104,12 @@ _IN_PLACE = "autoshard: the update written over its operands"
 
 
 def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
-    """`written_in_place` of an update; made once, and kept with the update."""
+    """Return an update's graph in which results are written over operands. The graph is cached in `update.meta`.
+
+    Args:
+        update: the optimizer's update.
+        written: index of a result to the index of the input that it overwrites.
+    """
     of_graph, of_written, made = update.meta.get(_IN_PLACE, (None, None, None))
     if made is None or of_graph is not update.graph or of_written != written:
         made = written_in_place(update.graph, written)
@@ -112,48 +118,34 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
 
 def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
-    """The hoisted values, computed once for all micro-batches."""
+    """Run the hoisted part, which is computed once for all micro-batches; return the storages of its results."""
     if phased.hoisted is None:
         return []
     return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
 
 
 def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
-    """The sums of gradients over the micro-batches so far."""
+    """Return a new storage for each gradient's sum over the earlier micro-batches."""
     pairs = zip(carried_bytes(phased), carried_nodes(phased), strict=True)
     return [memory.new(size, GRADIENTS, node) for size, node in pairs]
 
 
-def _add(
-    memory: Storages, sums: Sequence[Value], gradients: Sequence[Value], owned: Sequence[bool], held: Sequence[Value]
-) -> list[Value]:
-    """Add gradients to sums, first in place, then into new memory; addends are freed afterwards.
-
-    Sums have the memory layout of the first micro-batch's gradients, so they are together where `gradients` are.
-    """
-    left = [index for index, is_owned in enumerate(owned) if not is_owned]
-    found = [gradient for gradient, is_owned in zip(gradients, owned, strict=True) if is_owned]
-    for place, index in enumerate(left):
-        total = memory.bytes_of([gradients[index]])
-        found.append(memory.new(total, GRADIENTS))
-        addends = (value[other] for other in left[place:] for value in (sums, gradients))
-        memory.note([*held, *addends, *found])
-    return found
-
-
 def carried_bytes(phased: PhasedProgram) -> list[int]:
-    """Bytes of the gradients that the backward carries into the update."""
+    """Return the bytes of each gradient that the backward passes to the update."""
     values = [node.meta["val"] for node in carried_nodes(phased)]
     return [value.numel() * value.element_size() for value in values]
 
 
 def carried_nodes(phased: PhasedProgram) -> list[fx.Node]:
-    """The gradients that the backward carries into the update."""
+    """Return the nodes of the gradients that the backward passes to the update, in order."""
     return _results(phased.backward)[len(phased.backward_outputs) :]
 
 
 def written_by_update(phased: PhasedProgram) -> dict[int, int]:
-    """The results of an update that overwrite its inputs, as in `runtime.executable`."""
+    """Map the index of each result of an update that overwrites an input to the index of this input.
+
+    The runtime overwrites the same inputs (`runtime.executable`).
+    """
     first = len(phased.carried)
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}
@@ -167,5 +159,5 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def local_bytes(slot: LocalSlot, mesh: Mesh) -> int:
-    """Bytes of a value on each rank."""
+    """Return the bytes that an input or output of a program takes on each rank."""
     return math.prod(slot.spec.local_shape(slot.shape, mesh)) * slot.dtype.itemsize

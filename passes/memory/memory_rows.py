@@ -1,4 +1,4 @@
-"""Memory rows: bytes in use at one point of a program as a function of the choice, from the items in memory there."""
+"""Build memory rows: the bytes in use at one program point as a function of the choice, for the solver."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from passes.solver.assignment import Floats, MemoryRow
 
 _MOST_KEPT = 32
-"""Most cached rows of one problem; searches of known recipes and of all plans use the same few rows."""
+"""The most rows that are cached for one problem. Searches of known recipes and of all plans use the same few rows."""
 
 
 def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """The memory row of a program point; `edge_between` gives the edges of pairs of variables."""
+    """Return the memory row of a program point, from the items in memory there. Rows are cached in `usage`.
+
+    Args:
+        usage: the items in memory.
+        point: the program point.
+        edge_between: pair of variables that decides an item's size to the index of the edge from the first to the
+            second variable.
+    """
     if point not in usage.known_rows:
         if len(usage.known_rows) >= _MOST_KEPT:
             usage.known_rows.clear()
@@ -31,10 +38,12 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Bytes(Mapping[int, Floats]):
-    """Bytes by option of variables, or by pair of options of edges, summed on demand.
+    """Index of a variable to the bytes of each option, or index of an edge to the bytes of each pair of options.
+
+    Each sum over items is computed when it is first read.
 
     Args:
-        held: the items in memory, by their deciding variable or edge.
+        held: index of a variable or edge to the items whose size it decides.
     """
 
     held: Mapping[int, Sequence[UsedBytes]]

@@ -1,7 +1,7 @@
-"""Tables of bytes of values, reshards and calls.
+"""Compute tables of the bytes that values, copies by reshards, and workspaces of calls take on each rank.
 
-A site is a call, an input or a result of the program. Its options are its possible shardings. A table has one entry for
-each option of one site, or for each pair of options of two sites.
+A site is a call, an input or a result of the program. Its options are its strategies. A table has one entry for each
+option of one site, or for each pair of options of the two sites of a link.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from passes.strategies.workspaces import has_workspace, workspace_of
 
 @dataclass(frozen=True, slots=True)
 class MemoryTables:
-    """The tables of a search space. Sites and links that are alike share a table."""
+    """The tables of a search space; they are cached. Sites and links that are alike share one table object."""
 
     space: SearchSpace
     _tables: dict[Any, Floats] = field(default_factory=dict, repr=False)
 
     def of_value(self, name: str, result: int, copies: float = 1.0) -> Floats:
-        """For each option of a site, the bytes of one of its results, times `copies`."""
+        """Return, for each option of a site, the bytes of its result number `result`, times `copies`, [options]."""
         site = self.space.sites[name]
         if is_on_host(site):
             return self._nothing(len(site.strategies))
@@ -43,7 +43,7 @@ class MemoryTables:
         return self._tables[key]
 
     def of_call(self, name: str) -> Floats | None:
-        """For each option of a call, the bytes of its workspace; None if the call needs no workspace."""
+        """Return, for each option of a call, the bytes of its workspace, [options]; None if it needs no workspace."""
         site = self.space.sites[name]
         if site.node is None or not has_workspace(site.node):
             return None
@@ -53,7 +53,10 @@ class MemoryTables:
         return self._tables[key]
 
     def on_link(self, kept: OnLink) -> Floats:
-        """Bytes that a link holds, for each pair of options of its tail and head, or for each option of its head."""
+        """Return the bytes of one kind of memory on a link.
+
+        The shape is [options of the tail, options of the head]; for `EITHER` it may be [options of the head].
+        """
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
         if is_on_host(tail):
@@ -65,7 +68,7 @@ class MemoryTables:
         return self._tables[key]
 
     def _nothing(self, *options: int) -> Floats:
-        """A table of zeros, for values that need no device memory."""
+        """Return a table of zeros of this shape, for values that need no device memory."""
         key = ("nothing", *options)
         if key not in self._tables:
             self._tables[key] = np.zeros(options)
@@ -87,7 +90,7 @@ class MemoryTables:
 
 
 def is_on_host(site: Site) -> bool:
-    """Whether a site's value is on the host. The value goes there in the spec of its owner, without a reshard."""
+    """Whether a site is the offload of a value to host memory. The value goes there without a reshard."""
     return site.node is not None and site.node.target is to_host
 
 
@@ -98,9 +101,9 @@ def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def _is_packed(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether a reshard reorders pieces in memory, for each source and each target: [sources, targets].
+    """Return whether the reshard from each source to each target copies its pieces into order, [sources, targets].
 
-    A gather of a dim other than the first reorders pieces. The move of a mesh axis to another dim does so too.
+    A gather of a dim other than the first needs such a copy. The move of a mesh axis to another dim needs it too.
     """
     found = np.zeros((len(sources), len(targets)), dtype=bool)
     for axis, size in mesh.axes:
@@ -117,7 +120,10 @@ def _dim_of(spec: PartitionSpec, axis: str) -> int:
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether each source differs from each target: [sources, targets]. Axes of size one do not count."""
+    """Return whether each source spec differs from each target spec, [sources, targets].
+
+    Mesh axes of size one are ignored.
+    """
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}
     number = {

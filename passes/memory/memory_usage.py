@@ -1,7 +1,7 @@
-"""Computes the bytes in use at every point of a program for a choice of shardings, fast enough for a search.
+"""Compute the bytes in use at every program point under a choice of strategies, fast enough for a search.
 
-An item takes memory over an interval of points. Its size is an entry of a table. The options that one or two variables
-have in the choice select this entry. All tables are stored in one array, so that one lookup gives all sizes.
+A program is described by items. An item takes memory over an interval of points. The chosen options of one or two
+variables select its size from a table. The tables of all items lie in one array, so that one lookup gives all sizes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class UsedBytes:
 
     Args:
         interval: the points at which the item is in memory.
-        table: its bytes for each option of one variable, [options], or of two variables, [options, options].
-        variables: these variables.
-        number: how many such items are in memory.
+        table: bytes for each option of one variable, [options], or for each pair of options, [options, options].
+        variables: indices of the one or two variables that decide the size.
+        number: how many equal items are in memory.
     """
 
     interval: Interval
@@ -37,7 +37,7 @@ class UsedBytes:
 
     @property
     def is_of_one(self) -> bool:
-        """Whether one variable decides the size, perhaps as both row and column."""
+        """Whether a single variable decides the size, possibly as both row and column of the table."""
         return self.table.ndim == 1 or self.variables[0] == self.variables[-1]
 
     @property
@@ -46,7 +46,10 @@ class UsedBytes:
         return np.diagonal(self.table) if self.is_of_one and self.table.ndim == 2 else self.table
 
     def least(self, masks: Mapping[int, _Mask]) -> float:
-        """The least bytes of one item under the options that masks allow. A variable without a mask is free."""
+        """Return the least bytes of one item over the options that the masks allow, [options] for each variable.
+
+        All options of a variable without a mask are allowed.
+        """
         sizes = self.sizes
         for axis, variable in enumerate(self.variables[: sizes.ndim]):
             sizes = sizes.compress(masks[variable], axis) if variable in masks else sizes
@@ -54,7 +57,9 @@ class UsedBytes:
 
 
 def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
-    """Yield the items, and the copies that a rank holds at all times for its other stages and micro-batches.
+    """Yield all items, each followed by an item for the copies that other stages and micro-batches of the rank hold.
+
+    These copies are in memory at every point.
 
     Args:
         items: pairs of a name and an item. The name is the site of the item's value; it is "" for an item that is not
@@ -70,18 +75,19 @@ def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) ->
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """The items of a program with `points` points; make it with `of`.
+    """All items of a program, as arrays; `of` makes the arrays. A call with a choice returns the bytes at each point.
 
     Args:
-        births: the point from which each item is in memory, [items].
-        ends: the first point after each item's death, [items].
-        sizes: the entries of all tables.
-        first: the place of each item's table in `sizes`, [items].
-        rows, columns: the variables whose options are looked up, [items].
-        row_steps, column_steps: the distance in entries between neighbouring options, [items].
-        numbers: the count of each item, [items].
+        points: number of program points.
+        births: the first point at which each item is in memory, [items].
+        ends: the first point at which each item is no longer in memory, [items].
+        sizes: the entries of all tables, one table after another.
+        first: the index in `sizes` at which each item's table begins, [items].
+        rows, columns: the variables whose options select the table's row and column, [items].
+        row_steps, column_steps: the distance in `sizes` between neighbouring options, [items].
+        numbers: how many equal items are in memory, [items].
         items: the items themselves.
-        known_rows: memory rows of this usage, by point.
+        known_rows: cached memory rows, by program point.
     """
 
     points: int
@@ -118,7 +124,7 @@ class MemoryUsage:
         )
 
     def __call__(self, choice: Sequence[int]) -> Floats:
-        """Bytes in use at each point, [points]."""
+        """Return the bytes in use at each point under a choice, [points]."""
         options = np.asarray(choice, dtype=np.int64)
         if not len(self.first):
             return np.zeros(self.points)
@@ -126,15 +132,16 @@ class MemoryUsage:
         return self._in_use(self.sizes[places])
 
     def items_at(self, point: int) -> list[UsedBytes]:
-        """The items in memory at one point."""
+        """Return the items in memory at one point."""
         places = np.flatnonzero((self.births <= point) & (point < self.ends))
         return [self.items[place] for place in places.tolist()]
 
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
-        """A lower bound of every choice's peak, bytes: at each point, every item has its least size.
+        """Return a lower bound, in bytes, of the peak of every choice: the peak if each item had its least size.
 
         Args:
-            allowed: for a variable, a mask of its options, with at least one allowed. Absent variables are free.
+            allowed: index of a variable to a mask of its allowed options, [options]; at least one option is allowed.
+                All options of absent variables are allowed.
         """
         known: dict[tuple[int, ...], float] = {}
         sizes = np.zeros(len(self.items))
@@ -146,7 +153,7 @@ class MemoryUsage:
         return float(self._in_use(sizes).max(initial=0.0))
 
     def _in_use(self, sizes: Floats) -> Floats:
-        """Bytes in use at each point if the items have these sizes."""
+        """Return the bytes in use at each point, [points], if each item has the size in `sizes`, [items]."""
         sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)

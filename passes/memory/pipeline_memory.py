@@ -1,12 +1,12 @@
-"""The peak memory of a pipeline rank: walks the rank's schedule with the memory needs of each stage.
+"""Find the peak memory of each pipeline rank, by a walk along the rank's schedule with the memory needs of its stages.
 
-A stage's phases are walked once, for one micro-batch (`passes.memory.storages`). The schedule then says how many
-micro-batches are in memory at once:
+The graphs of a stage are walked once, for one micro-batch (`passes.memory.storages`). The rank's schedule then tells
+how many micro-batches are in memory at once:
 
 * Parameters, buffers, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted values are
   there from the stage's first forward on, and sums of gradients from its first backward on.
-* Saved values of a forward live until the backward. If the backward is cut in two, the first half keeps for the second
-  the values that the second reads. Most saved values are of this kind.
+* Saved values of a forward live until the backward. The backward may be cut into two halves, for gradients of inputs
+  and of weights. Then the first half keeps the values that the second half reads, which are most saved values.
 * A received value takes memory from the receive until its reader runs. A sent value that is not saved takes memory
   until a later message from its reader arrives (`autoshard.runtime.stages.stage_messages`). A value between two stages
   of one rank lives until its reader runs.
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autoshard.graphs.add_to_sums import adding
 from autoshard.graphs.fill_buckets import filled
 from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.lowered import PhasedProgram
@@ -27,17 +28,17 @@ from autoshard.ir.pipeline_order import StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
 from passes.memory.lowered_memory import carried_bytes, local_bytes, update_in_place, written_by_update
-from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages
+from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages, Value
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory in use on a pipeline rank, bytes.
+    """Memory in use on a pipeline rank, in bytes.
 
     Args:
-        peak_bytes: the peak.
-        parts: the peak by category; they sum to it.
-        in_flight_bytes: the most memory of micro-batches between forward and backward.
+        peak_bytes: the most bytes in use at once.
+        parts: bytes in use at the peak by category; their sum is the peak.
+        in_flight_bytes: the most bytes of saved values of micro-batches between their forward and their backward.
     """
 
     peak_bytes: int
@@ -47,20 +48,22 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Memory that a stage takes, bytes. Each peak is in addition to the values that live throughout.
+    """Bytes that a stage takes. Each peak comes on top of the values that are in memory throughout.
 
     Args:
-        parameters, state: throughout, buffers with the parameters.
-        inputs: inputs of one micro-batch, without those from other stages.
-        hoisted: values that are computed once.
-        hoisting: the peak while they are computed.
+        parameters, state: parameters with buffers, and optimizer state; in memory throughout.
+        inputs: inputs of one micro-batch, without values from other stages.
+        hoisted: values that are computed once for all micro-batches.
+        hoisting: the peak while the hoisted values are computed.
         forward: the peak of a forward, including received values.
-        saved: values that a forward saves.
+        saved: values that a forward saves for its backward.
         backward: the peak of a backward, including saved and received values.
+        backward_with_sums: the same peak for a backward that adds its gradients to sums, without the sums.
         carried: the gradients that a backward makes for the update.
-        adding: the further peak of the addition of these to the sums.
-        first_half, kept, second_half: the peaks of the halves of a cut backward, and the memory kept in between.
-        update: the peak of the update, without parameters and state, with the gradients.
+        first_half, second_half: the peaks of the halves of a cut backward.
+        second_half_with_sums: the peak of a second half that adds its gradients to sums, without the sums.
+        kept: values that the first half keeps for the second half.
+        update: the peak of the update, including gradients, without parameters and optimizer state.
         sent: values that a forward makes for other stages and does not save, by name.
     """
 
@@ -72,17 +75,18 @@ class _Needs:
     forward: int
     saved: int
     backward: int
+    backward_with_sums: int
     carried: int
-    adding: int
     update: int
     sent: Mapping[str, int]
     first_half: int = 0
     kept: int = 0
     second_half: int = 0
+    second_half_with_sums: int = 0
 
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
-    """Peak memory of each rank of a pipeline, and its parts."""
+    """Return the peak memory of each pipeline rank, in the order of ranks."""
     alike = dict[fx.GraphModule, _Needs]()
     needs = list[_Needs]()
     for stage in staged.stages:
@@ -129,19 +133,28 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         if name in crossing
     }
     tangents = [inputs[index] for index in phased.backward_inputs]
-    memory.run(filled(phased.backward.graph), [*saved, *tangents], [*held, *once])
+    whole = filled(phased.backward.graph)
+    memory.run(whole, [*saved, *tangents], [*held, *once])
     backward = _restart(memory) - base - hoisted
     carried = carried_bytes(phased)
-    owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
+    sums = [memory.new(size) for size in carried]
+
+    def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
+        """Bytes beside the sums while a graph adds the gradients that `own` carries to them."""
+        memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
+        return _restart(memory) - base - hoisted - sum(carried)
+
+    backward_with_sums = more_with_sums(whole, phased.backward.graph, [*saved, *tangents])
     halves: dict[str, int] = {}
     if phased.halves is not None:
-        owned = owned_results(phased.halves.weights.graph)
         first = memory.run(filled(phased.halves.inputs.graph), [*saved, *tangents], [*held, *once])
         halves["first_half"] = _restart(memory) - base - hoisted
         between = first[len(phased.backward_outputs) :]
         halves["kept"] = memory.bytes_of([*held, *once, *between]) - base - hoisted
         memory.run(filled(phased.halves.weights.graph), between, [*held, *once])
         halves["second_half"] = _restart(memory) - base - hoisted
+        own = phased.halves.weights.graph
+        halves["second_half_with_sums"] = more_with_sums(own, own, between)
     return _Needs(
         parameters=total(InputKind.PARAMETER, InputKind.BUFFER),
         state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES),
@@ -151,8 +164,8 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         forward=forward,
         saved=kept,
         backward=backward,
+        backward_with_sums=backward_with_sums,
         carried=sum(carried),
-        adding=max((size for size, is_owned in zip(carried, owned, strict=True) if not is_owned), default=0),
         update=_update_bytes(phased, carried),
         sent=sent,
         **halves,
@@ -160,7 +173,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
 
 
 def _forward_names(phased: PhasedProgram) -> list[str]:
-    """The names of a forward's results, in order."""
+    """Return the names of a forward's results, in order."""
     return [phased.lowered.outputs[index].slot.name for index in phased.forward_outputs]
 
 
@@ -169,7 +182,7 @@ def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
 
 
 def _restart(memory: Storages) -> int:
-    """The peak so far; resets it."""
+    """Return the peak so far, in bytes, and reset it to zero."""
     peak, memory.peak = memory.peak, 0
     return peak
 
@@ -187,7 +200,18 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _RankWalk:
-    """A walk along a rank's schedule: live bytes by part, and the peak so far."""
+    """A walk along a rank's schedule.
+
+    Args:
+        live: bytes in use by category.
+        peak, parts: the peak so far, and `live` at the peak.
+        in_flight, most_in_flight: bytes of saved values now, and the most so far.
+        waiting: bytes of received inputs that are not read yet, by (stage, is forward, micro-batch) of the reader.
+        sent: receiving rank to a queue of sent messages: the reader's place in its rank's order, and the bytes.
+        places: (stage, is forward, micro-batch) to its place in its rank's order.
+        begun: stages whose first forward has run.
+        summed: stages that have sums of gradients.
+    """
 
     staged: StagedProgram
     needs: Sequence[_Needs]
@@ -222,7 +246,7 @@ class _RankWalk:
         return RankMemory(self.peak, self.parts, self.most_in_flight)
 
     def _reach(self, more: int) -> None:
-        """Note a moment at which `more` bytes are in use beside the live ones."""
+        """Update the peak with a moment at which `more` bytes are in use in addition to `live`."""
         total = sum(self.live.values()) + more
         if total > self.peak:
             self.peak = total
@@ -245,8 +269,7 @@ class _RankWalk:
             case Work.BACKWARD:
                 self._read(number, micro_batch, is_forward=False)
                 self._save(-needs.saved)
-                self._reach(needs.backward)
-                self._add(number, needs)
+                self._add(number, needs, needs.backward, needs.backward_with_sums)
                 self._send(number, micro_batch, is_forward=False)
             case Work.BACKWARD_INPUT:
                 self._read(number, micro_batch, is_forward=False)
@@ -256,16 +279,14 @@ class _RankWalk:
                 self._send(number, micro_batch, is_forward=False)
             case Work.BACKWARD_WEIGHT:
                 self._save(-needs.kept)
-                self._reach(needs.second_half)
-                self._add(number, needs)
+                self._add(number, needs, needs.second_half, needs.second_half_with_sums)
 
-    def _add(self, number: int, needs: _Needs) -> None:
-        """Gradients join the sums."""
-        if number in self.summed:
-            self._reach(needs.carried + needs.adding)
-            return
-        self.summed.add(number)
-        self.live[GRADIENTS] += needs.carried
+    def _add(self, number: int, needs: _Needs, first: int, later: int) -> None:
+        """Make a micro-batch's gradients with `first` more bytes, or add them to sums with `later` more."""
+        self._reach(later if number in self.summed else first)
+        if number not in self.summed:
+            self.summed.add(number)
+            self.live[GRADIENTS] += needs.carried
 
     def _save(self, size: int) -> None:
         self.live[ACTIVATIONS] += size
@@ -284,7 +305,10 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Count a task's inputs as its own memory, and free the messages that their readers have read by now."""
+        """Release the received inputs of a task, because the task's own peak includes them. Release read messages too.
+
+        A message from another rank shows how far that rank is in its order. So all earlier messages to it are read.
+        """
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
             if item.reader == number and item.is_forward == is_forward:
@@ -312,6 +336,6 @@ class _RankWalk:
 
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
-    """Bytes, on each rank, of a value that crosses stages, in its maker's spec."""
+    """Return the bytes on each rank of a value that stage `maker` sends to another stage, in the maker's spec."""
     slot = staged.made(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

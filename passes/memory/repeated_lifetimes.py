@@ -1,8 +1,9 @@
-"""Lifetimes of values in blocks left out (`passes.strategies.repeated`).
+"""Find the lifetimes of values in the repeated units that a program leaves out (`passes.strategies.repeated`).
 
-In each run of calls (forward, backward, parts of the update), the missing units stand between the two units beside
-them. A value of the unit behind the gap has copies in the missing units. In its run, all copies exist from the
-start of the second of the two units. Values whose last reader is in the run are freed by then.
+The left-out units are missing between two units of the program; the unit behind this gap stands for them. Each unit has
+runs of consecutive calls: its forward, its backward, and parts of the update. In each run, the left-out units would lie
+just before the later of the two units beside the gap. So if a run makes a value, the value's copies count from the
+first point of the later unit. If the last reader of a value is in a run, the copies are freed just before that point.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import replace
 
 from passes.memory.liveness import Held, Interval, Liveness, OnLink, RepeatedLifetimes
 from passes.strategies.enumerate_strategies import SearchSpace, leaves_program
-from passes.strategies.repeated import AHEAD, BEHIND, RepeatedUnits
+from passes.strategies.repeated import BEHIND, RepeatedUnits
 
 Key = tuple[str | int, Hashable]
-"""The site or link index that keeps a value in memory, and the value's number."""
+"""A name for memory: a site and the index of its result, or a link's index and (kind, number) as in `numbered`."""
 
 
 def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> Liveness:
-    """Add the lifetimes of missing units to those of a program."""
+    """Return the lifetimes of a program with those of its left-out units in `Liveness.repeated`."""
     kept = numbered(liveness.on_links)
     intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}
     found = repeated_intervals(liveness, repeated, space, intervals)
@@ -32,11 +33,14 @@ def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpac
 def repeated_intervals(
     liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace, intervals: Mapping[Key, Interval]
 ) -> dict[Key, tuple[Interval, int]]:
-    """Lifetimes of missing units' values, and the number of units, by the key of the value that stands for them.
+    """Return the lifetime of each value's copies in left-out units, and their number.
+
+    The key is that of the program's value that stands for the copies. Values without copies are absent.
 
     Args:
         liveness: the points of the program.
-        repeated, space: the missing units, and the space without them.
+        repeated: the left-out units.
+        space: the search space of the program, without left-out units.
         intervals: lifetimes of the program's own values.
     """
     gaps = _gaps(liveness, repeated, space)
@@ -53,7 +57,10 @@ def repeated_intervals(
 
 
 def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
-    """The values that links keep, numbered in order for each link and kind."""
+    """Return the memory of links by the key (link, (kind, number)).
+
+    The number counts entries of the same link and kind, from 0.
+    """
     counts: dict[tuple[int, Held], int] = defaultdict(int)
     found: dict[Key, OnLink] = {}
     for kept in on_links:
@@ -63,29 +70,24 @@ def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
 
 
 def _gaps(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> dict[int, int]:
-    """Map each point of a unit to the first point of the second of the two units beside the gap, in its run.
+    """Map each point of a unit to the first point, in the same run, of the later of the two units beside the gap.
 
-    A unit has points for its calls, and for reshards on links into them or from them out of the program. Further points
-    are those at which its gradients are accumulated over micro-batches.
+    The points of a unit are its calls, and the reshards on links into its calls or from its calls out of the program.
+    The points at which its gradients are added to sums over micro-batches belong to the unit too.
     """
     into: dict[str, list[int]] = defaultdict(list)
     for link, point in zip(space.links, map(liveness.reshards.__getitem__, range(len(space.links))), strict=True):
         if not leaves_program(space.sites[link.head], link):
             into[link.head].append(point)
     gaps: dict[int, int] = {}
-    adding: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     starts = {place: min([liveness.calls[name], *into[name]]) for place, name in repeated.starts.items()}
     for name, spot in repeated.spots.items():
         start = starts.get((spot.repeat, spot.place))
         if start is not None:
-            gaps |= dict.fromkeys((liveness.calls[name], *into[name]), start)
-        if name in liveness.adding:
-            adding[spot.repeat][spot.unit].append(liveness.adding[name])
+            added = [liveness.adding[name]] if name in liveness.adding else []
+            gaps |= dict.fromkeys((liveness.calls[name], *into[name], *added), start)
     for index, link in enumerate(space.links):
         spot = repeated.spots.get(link.tail)
         if spot is not None and leaves_program(space.sites[link.head], link):
             gaps[liveness.reshards[index]] = starts.get((spot.repeat, spot.place), liveness.reshards[index])
-    for units in adding.values():
-        start = max(min(units[AHEAD]), min(units[BEHIND]))
-        gaps |= {point: start for points in units.values() for point in points}
     return gaps

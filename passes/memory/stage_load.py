@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The load of a rank.
+    """How many stages and micro-batches a pipeline rank has in memory at once.
 
     Args:
-        stages: the count of the rank's stages, all equal to the planned one.
-        in_flight: the count of micro-batches with saved values in memory, over all of these stages.
+        stages: number of stages on the rank, all taken to be equal to the planned stage.
+        in_flight: number of micro-batches with saved values in memory, summed over these stages.
     """
 
     stages: int = 1
@@ -23,4 +23,4 @@ class StageLoad:
 
 
 ONE_STAGE = StageLoad()
-"""One stage, and one micro-batch at a time: any program without stages."""
+"""The load of a program without pipeline stages: one stage, and one micro-batch at a time."""

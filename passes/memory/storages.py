@@ -1,4 +1,4 @@
-"""Counts the bytes of a rank's storages while a graph of local operators runs.
+"""Count the bytes of a rank's storages while a graph of local operators runs.
 
 An operator's result takes memory from its call to its last use, including uses through views. Graphs free each value
 after its last use. Allocations inside kernels are counted for a few operators only (`workspaces`). Values on the host
@@ -6,8 +6,8 @@ take no device memory.
 
 A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
 its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
-the gap, so their storages begin and end there (`_Lives.spans`). Left-out units use less memory inside than one of these
-two units (`passes.strategies.repeated`).
+the gap, so their storages begin and end there (`_Lives.spans`). The peak is never inside a left-out unit, because one
+of these two units uses at least as much memory (`passes.strategies.repeated`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Storage:
 
     Args:
         size: bytes of the tensor.
-        part: one of `PARTS`.
-        left_out: bytes of the same tensors in all left-out units.
-        repeat: the number of these units' repeat, else -1.
+        part: the category of the memory, one of `PARTS`.
+        left_out: bytes of the corresponding tensors in all left-out units.
+        repeat: index of the repeat to which the left-out units belong; -1 without left-out units.
     """
 
     size: int
@@ -51,25 +51,25 @@ class Storage:
 
     @property
     def bytes(self) -> float:
-        """Bytes of this tensor in all units of the model."""
+        """Bytes of this tensor, and of the corresponding tensors in all left-out units."""
         return self.size + self.left_out
 
 
 Value = tuple[Storage, ...]
-"""The storages of one value: several for an operator with several results."""
+"""The storages of one value. An operator with several results has one storage for each result."""
 
 _ALL_THERE = LocalUnits((), {})
-"""The units of a graph that leaves nothing out."""
+"""The units of a graph that leaves out no units."""
 
 
 @dataclass(slots=True)
 class Storages:
-    """Runs graphs, and keeps the peak of the bytes in use.
+    """Walk through graphs, and keep the peak of the bytes in use.
 
     Args:
-        units: the units of nodes in a program that leaves some out.
+        units: the unit of each node, for a program that leaves out units.
         peak: bytes in use at the peak.
-        parts: the same by part.
+        parts: bytes in use at the peak by category (`PARTS`).
     """
 
     units: LocalUnits = _ALL_THERE
@@ -77,31 +77,34 @@ class Storages:
     parts: dict[str, int] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
-        """A storage of so many bytes, for a value of a node."""
+        """Return a value with one new storage of `size` bytes, in the category `part`.
+
+        The node that makes the value decides whether the storage counts for left-out units too.
+        """
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != BEHIND:
             return (Storage(size if node is None else round(whole_size(node, size)), part),)
         return (Storage(size, part, float(size * self.units.repeats[spot.repeat].left_out), spot.repeat),)
 
     def bytes_of(self, values: Iterable[Value]) -> int:
-        """Bytes of the storages of some values."""
+        """Return the bytes of the storages of some values; a shared storage counts once."""
         return round(sum(storage.bytes for storage in _distinct(values)))
 
     def note(self, values: Iterable[Value]) -> None:
-        """Note a moment at which exactly these values are in use."""
+        """Update the peak with a moment at which exactly these values are in use."""
         storages = list(_distinct(values))
         self._note([(storage.part, storage.bytes) for storage in storages])
 
     def run(
         self, graph: fx.Graph, inputs: Iterable[Value], held: Iterable[Value] = (), part: str = ACTIVATIONS
     ) -> list[Value]:
-        """Walk through a graph; the storages of its results.
+        """Walk through a graph and update the peak; return the storages of the graph's results.
 
         Args:
-            graph: local operators with their values in `meta["val"]`; returns a flat tuple.
-            inputs: the values of the graph's placeholders, each freed after its last use here.
-            held: values that stay in memory throughout, perhaps inputs too.
-            part: the part of the results that the graph makes.
+            graph: local operators with their values in `meta["val"]`; it returns a flat tuple.
+            inputs: the values of the graph's placeholders, each freed after its last use in the graph.
+            held: values that stay in memory throughout; some may also be inputs.
+            part: the category of the results that the graph makes.
         """
         nodes = list(graph.nodes)
         given, where, lives = iter(inputs), dict[fx.Node, Value](), _Lives(self.units, nodes)
@@ -140,7 +143,7 @@ class Storages:
             self.peak, self.parts = sum(parts.values()), parts
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
-        """The storages of a node's results: new ones, or those that it views."""
+        """Return the storages of a node's results: new storages, or those of the operand that the node views."""
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
@@ -160,9 +163,9 @@ class _Lives:
     """The points of one graph between which each storage is in use.
 
     Args:
-        units: the units of nodes.
-        nodes: the graph's nodes, in order; their places are the points.
-        births, ends: the first and the last point.
+        units: the unit of each node.
+        nodes: the graph's nodes, in order; a node's index is its point.
+        births, ends: storage to the first and the last point at which it is in use.
         given: storages that exist before the graph runs.
     """
 
@@ -173,7 +176,7 @@ class _Lives:
     given: set[Storage] = field(default_factory=set)
 
     def use(self, value: Value, point: int, *, is_given: bool = False) -> None:
-        """A value is in use at a point."""
+        """Record that a value is in use at a point; if `is_given`, it exists before the graph runs."""
         for storage in value:
             if storage not in self.births:
                 self.births[storage] = point
@@ -182,7 +185,7 @@ class _Lives:
             self.ends[storage] = point
 
     def keep(self, values: Iterable[Value], *, from_start: bool = False) -> None:
-        """Values are in use to the end."""
+        """Record that values stay in use to the last point; if `from_start`, they are in use from point 0 on."""
         for storage in _distinct(values):
             if from_start:
                 self.births[storage] = 0
@@ -190,9 +193,10 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Storages with their bytes and points, then the same for left-out units.
+        """Yield (storage, bytes, first point, last point) for each storage.
 
-        Storages that left-out units make begin at the gap. Storages that they read last end there.
+        A second tuple follows for the storage's copies in left-out units, if there are copies in use. Copies that
+        left-out units make begin at the gap. Copies that left-out units read last end at the gap.
         """
         gaps = self._gaps()
         for storage, birth in self.births.items():
@@ -208,9 +212,9 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """The place of the left-out units of each repeat, between the two units beside the gap.
+        """Return, for each repeat, the point at which its left-out units run, between the two units beside the gap.
 
-        Passes move nodes of the two units past each other, so the place has half of their nodes before it.
+        Passes may have moved nodes of the two units past each other. So half of their nodes lie before this point.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
@@ -225,8 +229,9 @@ def _distinct(values: Iterable[Value]) -> Iterable[Storage]:
 
 
 def _needed_by(node: fx.Node) -> list[fx.Node]:
-    """Values in memory while a node runs: its operands, and the sent values of a collective if the node waits for
-    one.
+    """Return the values that have to be in memory while a node runs.
+
+    These are its operands. If the node waits for a collective, the tensors that the collective sends are needed too.
     """
     operands = list(node.all_input_nodes)
     sent = [value for item in operands if is_wait(node) and holds_operand(item) for value in item.all_input_nodes]
@@ -234,13 +239,13 @@ def _needed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The operands of a call. An operand that the call writes and returns comes first."""
+    """Return the operands of a call. An operand that the call writes and returns comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result of a call shares the memory of its first tensor."""
+    """Whether the result of a call shares the memory of the call's first tensor, `source`."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

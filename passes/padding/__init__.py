@@ -1,1 +1,1 @@
-"""Proofs that padding of inputs reaches no result of a program."""
+"""Prove that padding of a program's inputs changes no element of its results outside their own padding."""

@@ -1,10 +1,13 @@
-"""Padding in a call that its sharding rule describes well enough.
+"""Prove by a call's sharding rule that padding of its operands does not reach the clean part of its results.
 
-1. Each padded part belongs to one factor of the rule. A factor is the same part in all operands and results.
-2. Along a parallel factor, each element is computed independently, so the clean part depends only on clean parts. The
-   call must need no rewrite for a piece of the factor.
-3. Along a reduced factor, padding must be neutral: zero in an operand of a linear call beside finite numbers, or the
-   rule's fill value.
+A factor is an index of the rule: `m k, k n -> m n` has three. The clean part is the elements outside padding
+(`padded_values`).
+
+1. Each padded part of a dim must belong to one factor of the rule, padded alike in all operands and results.
+2. Along a parallel factor, which all results have, each element is computed independently. So the clean part depends
+   only on clean parts, if the call runs on a piece of the factor without a rewrite.
+3. Along a reduced factor, padding must be neutral. An operand of a linear call is zero there, and the other operands
+   are finite. Or padding has the fill value that the rule gives for the reduction.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from passes.padding.padded_values import CLEAN, Dim, PaddedValue, Place, Reached
 aten = torch.ops.aten
 
 Label = tuple[str, int]
-"""A factor, and one of its parts."""
+"""The name of a factor, and the index of one of its parts (`padded_values.Part`)."""
 
 _BY_ROWS = ROWWISE | frozenset(
     {
@@ -41,17 +44,17 @@ _BY_ROWS = ROWWISE | frozenset(
         *(aten.cumsum.default, aten.cumprod.default),
     }
 )
-"""Operators whose rewrite concerns only reduced, scanned or normalised dims.
+"""Operators that run unchanged if a rank has only a piece of a parallel dim.
 
-On other dims the operators run unchanged.
+They need a rewrite only for pieces of reduced, scanned or normalised dims.
 """
 
 
 def by_rule(call: PaddedCall) -> Results:
-    """The results of a call.
+    """Return the padded values of a call's results, derived from the call's sharding rule.
 
     Raises:
-        ReachedError: padding may reach their clean parts.
+        ReachedError: padding may reach the clean part of a result.
     """
     if not call.is_padded:
         return _clean(call)
@@ -71,7 +74,10 @@ def _clean(call: PaddedCall) -> Results:
 
 
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-    """Content of a call's result. Results after the first may be any numbers of their type."""
+    """Return the content of a region of result number `result`, given the contents of the operands there.
+
+    Results after the first may be any numbers of their type.
+    """
     found = call.content(operands, region)
     if not result:
         return found
@@ -83,12 +89,12 @@ def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], regi
 
 @dataclass(frozen=True, slots=True)
 class _Ruled:
-    """A call with its rule.
+    """A call with its sharding rule.
 
     Args:
         call: the call.
-        bound: its rule, with the sizes of the padded program.
-        parts: the parts of each factor.
+        bound: the call's rule, with the sizes of the padded program.
+        parts: name of a factor to its parts, each with a padded and an exact size.
     """
 
     call: PaddedCall
@@ -144,11 +150,11 @@ class _Ruled:
             raise ReachedError("depends on the length")
 
     def _is_absorbed(self, labels: frozenset[Label]) -> bool:
-        """Whether the region of reduced parts adds nothing to the clean part of the results."""
+        """Whether elements in the padding of these reduced parts add nothing to the clean part of the results."""
         return self._is_zero(CLEAN, labels) or self._is_filled(labels)
 
     def _is_zero(self, region: Region, labels: frozenset[Label], result: int = 0) -> bool:
-        """Whether addends are zero: those of a region of a result, in the padding of reduced parts."""
+        """Whether the addends that a region of a result gets from the padding of these reduced parts are all zero."""
         if any(self.bound.reduce.get(factor) is not Reduction.SUM for factor, _ in labels):
             return False
         found = self._operands(result, region, labels)
@@ -171,7 +177,10 @@ class _Ruled:
         return True
 
     def _operands(self, result: int, region: Region, labels: frozenset[Label]) -> list[PaddedContent]:
-        """Contents of the operands for a region of a result, in the padding of some reduced parts."""
+        """Return the content of each operand where it contributes to `region` of result number `result`.
+
+        Reduced parts in `labels` are taken in their padding, other reduced parts outside of their padding.
+        """
         wanted = {self._label(self.bound.outputs[result], place) for place in region} | labels
         return [
             value.content(place for place in value.places if self._label(dims, place) in wanted)
@@ -187,7 +196,7 @@ class _Ruled:
         raise AssertionError(place)
 
     def _dims(self, result: int, index: int) -> list[Dim]:
-        """The dims of a result; `index` counts only the results that the call gives."""
+        """Return the dims of a result. `result` counts results that are tensors; `index` counts None results too."""
         shapes = zip(self.call.shapes(0)[index], self.call.shapes(1)[index], strict=True)
         return [self._dim(factors, sizes) for factors, sizes in zip(self.bound.outputs[result], shapes, strict=True)]
 
@@ -222,13 +231,13 @@ class _Ruled:
         return content
 
     def _is_clean(self, result: int, region: Region, operand: int) -> bool:
-        """Whether a region of a result is made of the clean part of an operand."""
+        """Whether a region of a result depends only on the clean part of an operand."""
         wanted = {self._label(self.bound.outputs[result], place) for place in region}
         value, dims = self.call.operands[operand], self.bound.inputs[operand]
         return not any(self._label(dims, place) in wanted for place in value.places)
 
     def _added_mask(self, found: Sequence[Sequence[PaddedContent]]) -> PaddedContent | None:
-        """The mask that is added to a product of ordinary numbers."""
+        """Return the content of a mask that the call adds to a product of finite numbers; None without such a mask."""
         if len(self.bound.added) != 1 or self.call.node.kwargs:
             return None
         (added,) = self.bound.added
@@ -237,7 +246,7 @@ class _Ruled:
         return found[0][added] if is_mask else None
 
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
-        """Whether the results are zero: linear in zero operands, with nothing added."""
+        """Whether a region of a result is zero, because operands in which the call is linear are zero there."""
         groups = [group for group in self.bound.linear if group]
         return any(
             all(
@@ -265,11 +274,15 @@ _COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedC
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
-"""The content of an extreme of elements from several regions."""
+"""Reduction to a function that returns the content of the extreme over elements of several regions."""
 
 
 def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Mapping[str, int]) -> None:
-    """Record the parts of a dim under its factor."""
+    """Record the parts of an operand's dim in `parts`, under the dim's factor.
+
+    Raises:
+        ReachedError: the padded dim is merged with another dim, or is taken for the same factor as another dim.
+    """
     is_padded = any(map(is_padded_part, dim))
     if len(factors) != 1:
         if is_padded:
@@ -288,7 +301,14 @@ def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Ma
 
 
 def changes_nothing(reduction: Reduction | None, fill: Any, padding: PaddedContent, clean: PaddedContent) -> bool:
-    """Whether a reduction of clean elements ignores the padding."""
+    """Whether a reduction over clean elements and padding has the same result as over the clean elements alone.
+
+    Args:
+        reduction: the kind of reduction.
+        fill: the number that the sharding rule pads with, or None.
+        padding: content of the padding.
+        clean: content of the clean elements.
+    """
     if reduction is Reduction.MAX:
         return padding.high <= _least(clean)
     if reduction is Reduction.MIN:
@@ -305,7 +325,7 @@ def _greatest(clean: PaddedContent) -> float:
 
 
 _FLOAT_MAX = 3.3e38
-"""No ordinary number is larger; only the largest numbers of equally wide types are."""
+"""Finite numbers are taken to be at most this large. Only the last numbers of float32 and bfloat16 are larger."""
 
 
 def _has(dims: Dims, factor: str) -> bool:

@@ -1,8 +1,8 @@
-"""Possible numbers of a region of a tensor, and of a pointwise call's result.
+"""Bound the numbers that a region of a padded tensor may contain, and the numbers that a call makes of them.
 
-A region is the clean part of a padded tensor, or one part of its padding. Its content is an interval, and whether all
-its numbers are finite. Parameters and inputs are assumed finite, as are results of operators that make no infinity from
-finite numbers. Overflow is ignored.
+A region is the clean part of a padded tensor (the elements outside padding), or one part of its padding. Its content
+is an interval of numbers, and whether all numbers are finite. Parameters and inputs are assumed to be finite. Results
+of operators that make no infinity from finite numbers are finite too: overflow is ignored.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from autoshard.rules.ranges import range_of_call, range_of_type
 aten = torch.ops.aten
 
 _EXACT = 2.0**53
-"""Smaller whole numbers are exact floats."""
+"""Whole numbers below this are exact in float64."""
 
 _MASKED = -5e3
-"""Scores below it have no weight in a softmax: added masks hold -1e4 or less, other scores are ordinary."""
+"""Scores below this have no weight in a softmax. Masks that are added hold -1e4 or less, other scores are far above."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedContent:
-    """The numbers from `low` to `high`; with `is_finite`, all are finite and no number is NaN.
+    """The numbers that a region may contain.
 
-    `is_clean`: numbers of the clean part, as in a repeated row. `is_like_clean`: infinite only where the clean part is
-    infinite, like scores plus a mask without padding.
+    Args:
+        low, high: the smallest and the largest number.
+        is_finite: whether all numbers are finite; then none is NaN.
+        is_clean: whether the numbers also occur in the clean part, as in a row that is repeated.
+        is_like_clean: whether numbers are infinite only if the clean part is. For example, this is so for scores plus a
+            mask without padding.
 
     Example:
         >>> constant(0.0).is_constant, UNKNOWN.is_constant
@@ -48,7 +52,7 @@ class PaddedContent:
 
     @property
     def has_no_infinity_of_its_own(self) -> bool:
-        """Whether elements are finite wherever the clean part is."""
+        """Whether all elements are finite, unless the clean part contains infinities."""
         return self.is_finite or self.is_clean or self.is_like_clean
 
     @property
@@ -75,21 +79,21 @@ _FINITE = PaddedContent(-math.inf, math.inf, is_finite=True)
 
 
 def constant(number: Any) -> PaddedContent:
-    """The content of elements that all equal one number; unknown for any other object."""
+    """Return the content of elements that all equal `number`; `UNKNOWN` if `number` is NaN or no number."""
     if not isinstance(number, (int, float)) or math.isnan(number):
         return UNKNOWN
     return PaddedContent(float(number), float(number), math.isfinite(number))
 
 
 def content_of_type(dtype: torch.dtype) -> PaddedContent:
-    """Any finite numbers of a type."""
+    """Return the content of elements that may be any finite numbers of a type."""
     if dtype.is_floating_point or dtype.is_complex:
         return _FINITE
     return _from_range(range_of_type(dtype), is_finite=True)
 
 
 def either(contents: Iterable[PaddedContent]) -> PaddedContent:
-    """The content of elements with any of these contents."""
+    """Return the content of elements each of which has one of these contents: their union."""
     known = list(contents)
     return PaddedContent(
         min(item.low for item in known),
@@ -101,17 +105,17 @@ def either(contents: Iterable[PaddedContent]) -> PaddedContent:
 
 
 def is_masked(content: PaddedContent) -> bool:
-    """Whether such scores have no weight in a softmax: -inf, the smallest number of their type, -1e9."""
+    """Whether scores have no weight in a softmax, e.g. -inf, -1e9 or the smallest number of their type."""
     return content.high <= _MASKED
 
 
 def masked_sum(mask: PaddedContent) -> PaddedContent:
-    """The sum of a mask without weight and ordinary scores."""
+    """Return the content of a sum of ordinary scores and a mask for which `is_masked` holds."""
     return PaddedContent(-math.inf, 0.9 * mask.high, mask.is_finite)
 
 
 def content_of_call(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent:
-    """The content of a call's results, given the contents of its operands in order."""
+    """Return the content of a call's first result, given the contents of its tensor operands in order."""
     dtype = _dtype_of(node)
     if dtype is None or dtype.is_complex:
         return (
@@ -139,7 +143,7 @@ def _from_range(found: Range, *, is_finite: bool) -> PaddedContent:
 
 
 def _compute(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """One number, computed by the operator, if every operand is one number."""
+    """Run a pointwise operator on the one number that each operand contains; None if an operand is no constant."""
     if not _is_pointwise(node) or not operands:
         return None
     if not all(item.is_constant and (abs(item.low) < _EXACT or not item.is_finite) for item in operands):
@@ -160,7 +164,7 @@ _Function = Callable[[fx.Node, Sequence[PaddedContent]], PaddedContent | None]
 
 
 def _arguments(node: fx.Node, operands: Sequence[PaddedContent]) -> list[PaddedContent]:
-    """Contents of the positional arguments, some of which may be numbers."""
+    """Return the contents of all positional arguments; an argument that is a plain number is a constant."""
     given = iter(operands)
     return [next(given) if isinstance(item, fx.Node) else replace(constant(item), is_clean=True) for item in node.args]
 
@@ -176,7 +180,7 @@ def _masked_fill(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedCont
 
 
 def _chosen(condition: PaddedContent, one: PaddedContent, other: PaddedContent) -> PaddedContent:
-    """`one` where the condition holds, else `other`."""
+    """Return the content of `one` where the condition holds, and of `other` elsewhere."""
     if not condition.is_constant:
         made = either((one, other))
         return replace(made, is_like_clean=made.is_like_clean and condition.is_clean)
@@ -209,7 +213,7 @@ def _or(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | Non
 
 
 def _other_than(neutral: float, node: fx.Node, given: Sequence[PaddedContent]) -> PaddedContent | None:
-    """The boolean that decides beside a neutral boolean."""
+    """Return the other operand of a logical operator, if one operand is the neutral boolean; else None."""
     if not _are_boolean(node) or len(given) != 2 or not any(item.is_only(neutral) for item in given):
         return None
     return given[1] if given[0].is_only(neutral) else given[0]
@@ -220,7 +224,7 @@ def _are_boolean(node: fx.Node) -> bool:
 
 
 def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """A mask's number decides the sum beside a score of ordinary size."""
+    """Return the content of a mask plus ordinary scores, which the mask alone decides; None for other sums."""
     dtype = _dtype_of(node)
     if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
         return None
@@ -232,11 +236,13 @@ def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | No
 
 
 def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Function:
-    """A comparison that is true for all elements, for no element, or for part of the elements.
+    """Return the function of `_FUNCTIONS` for a comparison.
+
+    It returns the content 1 if the comparison holds for all elements, 0 if it holds for no element, and None otherwise.
 
     Args:
         holds: the comparison of two numbers.
-        at_ends: the ends of intervals to compare; "less" for a comparison that is true for smaller first operands.
+        at_ends: "less" if the comparison holds for smaller first operands, else "more".
     """
 
     def function(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
@@ -271,7 +277,7 @@ def _of_booleans(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedCont
 
 
 def _convert(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """A conversion leaves numbers of the type unchanged."""
+    """Return the content after a conversion to another type; None if numbers may change in an unknown way."""
     (x,), dtype = operands, _dtype_of(node)
     assert dtype is not None
     if x.is_constant:
@@ -308,7 +314,7 @@ _FUNCTIONS: Mapping[Any, _Function] = {
     aten._to_copy: _convert,
     aten.nan_to_num: _made_finite,
 }
-"""Functions by operator; None leaves the operator to `_bound`."""
+"""Operator to the function that returns its result's content. If the function returns None, `_bound` is used."""
 
 
 def _combine(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent | None:
@@ -379,18 +385,24 @@ _RISKS: Mapping[Any, Callable[[fx.Node, Sequence[PaddedContent]], bool]] = {
     **dict.fromkeys((aten.polygamma, aten.special_xlog1py, aten.special_zeta), _never),
     **dict.fromkeys((aten.addcdiv, aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_cholesky_ex), _never),
 }
-"""Operators with infinite results or gradients for some finite numbers, with the condition for finite ones."""
+"""Operators with infinite results or gradients for some finite numbers, each with a function of the call.
+
+The function returns whether results and gradients are certainly finite for the given operands.
+"""
 
 _SOFTMAX = frozenset((aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp))
 
 
 def weighs(node: fx.Node) -> bool:
-    """Whether a call is a softmax, whose gradients are no numbers where all scores are -inf."""
+    """Whether a call is a softmax. Its gradients are NaN in rows whose scores are all -inf."""
     return _packet(node) in _SOFTMAX
 
 
 def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
-    """Whether a call makes finite results, with finite gradients, of finite numbers; or those of clean parts alone."""
+    """Whether a call with finite operands has finite results and gradients.
+
+    The answer is also True if all operands have only numbers of the clean part: padding then adds no infinity.
+    """
     holds = _RISKS.get(_packet(node))
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)
 

@@ -1,7 +1,7 @@
-"""Padding in calls that look up by index, or return an index.
+"""Follow padding through calls that look up elements by index, return an index, or scan a dim.
 
-Indices are assumed valid on one device: none exceeds the end of the exact dim. Indices must count from the start,
-because -1 is another element of the padded dim.
+Indices are assumed to be valid without padding: none exceeds the end of the exact dim. Indices into a padded dim must
+count from the start, because -1 is another element with padding than without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @padded_call(aten.embedding.default)
 def _embedding(call: PaddedCall) -> Results:
-    """Padding must look up existing rows of the table."""
+    """Check that indices in padding are rows of the table, then follow the sharding rule."""
     table, indices = call.operands[0], call.operands[1]
     rows = table.shape(0)[0]
     for region, content in indices.contents.items():
@@ -34,12 +34,12 @@ def _embedding(call: PaddedCall) -> Results:
 
 
 _UNBOUNDED = 2.0**62
-"""Larger whole numbers have no known bound."""
+"""Indices whose upper bound is at least this large have no known bound."""
 
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Elements at broadcast indices."""
+    """Take elements at broadcast index tensors; the result's dims are those of the indices and of unindexed dims."""
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
     if not call.is_padded:
@@ -69,14 +69,23 @@ def _index(call: PaddedCall) -> Results:
 
 
 def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[PaddedContent, bool]:
-    """Content of an index for a region of the result, and whether the region is clean."""
+    """Return the content of an index tensor for a region of the result, and whether the region is clean.
+
+    `first` is the first of the result's `rank` dims that come from the index tensors.
+    """
     shift = first + rank - len(index.dims)
     of_index = {(dim - shift, part) for dim, part in region}
     return index.content(of_index & {*index.places}), not region
 
 
 def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedContent, bool]]) -> PaddedContent:
-    """Content of the elements at some indices, for a region of the dims that are not indexed."""
+    """Return the content of the elements of `x` at some indices.
+
+    Args:
+        x: the tensor that is indexed.
+        kept: the region of its dims that are not indexed.
+        indices: indexed dim to the content of its index, and whether the region of the result is clean.
+    """
     regions = [kept]
     for dim, (index, is_clean) in indices.items():
         if not x.is_dim_padded(dim):
@@ -99,7 +108,7 @@ def _check_from_start(index: PaddedContent) -> None:
 
 
 def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
-    """The dims of the broadcast indices."""
+    """Return the dims of index tensors broadcast together."""
     rank = max(len(index.dims) for index in indices)
     result: list[Dim] = [((1, 1),)] * rank
     for index in indices:
@@ -162,7 +171,10 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """An extreme over a padded dim is clean if no padding beats earlier elements."""
+    """Return an extreme over a dim and its index, or the index alone.
+
+    Over a padded dim, no element of the padding may be more extreme than any clean element.
+    """
     (x,) = call.operands
     dim = call.argument(1, "dim")
     if dim is None and x.is_padded:
@@ -197,7 +209,7 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Each element depends only on earlier elements."""
+    """Follow padding through a scan. Each element depends only on earlier elements, and padding comes last."""
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):

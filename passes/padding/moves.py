@@ -1,4 +1,4 @@
-"""Padding in calls that create tensors or move elements: views, cuts, joins, triangles."""
+"""Follow padding through calls that create tensors or move elements: views, slices, concatenations, triangles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILLED = tuple(target for target in CREATIONS if target not in (aten.arange.def
 
 
 def _filled(call: PaddedCall) -> Results:
-    """All elements equal one number; an operand gives only the type."""
+    """Create a tensor whose elements all equal one number, or are unset; an operand gives only the type."""
     made = UNKNOWN if call.target in _EMPTY else content_of_call(call.node, [x.content(CLEAN) for x in call.operands])
     return (PaddedValue.of(call.plain_dims(), lambda _: made),)
 
@@ -44,7 +44,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """A shorter range is a prefix of a longer one."""
+    """Create a range. The range of the exact program is a prefix of the padded range."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -66,7 +66,7 @@ def _arange(call: PaddedCall) -> Results:
 @padded_call(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, sizes=(1,))
 @padded_call(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _view(call: PaddedCall) -> Results:
-    """Dims are merged and split; a padded part stays whole."""
+    """Merge and split dims; a padded part of a dim must stay whole."""
     (x,) = call.operands
     waiting = _waiting_parts(x)
     dims: list[Dim] = []
@@ -83,7 +83,7 @@ def _view(call: PaddedCall) -> Results:
 
 
 def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
-    """All parts in order, with clean neighbours merged."""
+    """Return the places and sizes of all parts in order; neighbouring parts without padding are merged."""
     found: list[tuple[Place, Part]] = []
     for place, part in (((dim, index), part) for dim, parts in enumerate(x.dims) for index, part in enumerate(parts)):
         if found and not is_padded_part(part) and not is_padded_part(found[-1][1]):
@@ -95,7 +95,14 @@ def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
 
 
 def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict[Place, Place]) -> Dim:
-    """The parts of a dim of some size, from the parts that are left; a clean part may be split."""
+    """Take the parts of one new dim from the front of `waiting`; a part without padding may be split.
+
+    Args:
+        waiting: the parts that no new dim has yet. Taken parts are removed.
+        size: the new dim's size in the padded and in the exact program.
+        dim: the new dim's number.
+        origins: new place of a padded part to its old place; extended here.
+    """
     parts: list[Part] = []
     left = size
     while left != (1, 1):
@@ -118,7 +125,7 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
 
 @padded_call(aten.expand.default, aten.expand_copy.default, aten.repeat.default, sizes=(1,))
 def _expand(call: PaddedCall) -> Results:
-    """Dims of size one become longer; a padded dim is neither expanded nor repeated."""
+    """Expand dims of size one, or repeat dims; a padded dim must be neither expanded nor repeated."""
     (x,) = call.operands
     dims: list[Dim] = [(size,) for size in zip(call.shapes(0)[0], call.shapes(1)[0], strict=True)]
     new = len(dims) - len(x.dims)
@@ -189,7 +196,7 @@ def _select(call: PaddedCall) -> Results:
 
 
 def _check_place(call: PaddedCall, x: PaddedValue, dim: int, position: int) -> None:
-    """Check a single index into a padded dim: it must be equal in both programs, counted from the start."""
+    """Check that an index into a padded dim is equal in both programs, when counted from the start."""
     size, exact = x.plain_part(dim)
     places = [
         place + length if place < 0 else place
@@ -221,7 +228,7 @@ def _select_scatter(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice_scatter.default, sizes=(3, 4))
 def _slice_scatter(call: PaddedCall) -> Results:
-    """The written part lies at the end of a padded dim, or the dim is not padded."""
+    """Write one tensor into a slice of another. The slice of a padded dim must reach to the dim's end."""
     x, source = call.operands
     dim = call.argument(2, "dim", 0) % len(x.dims)
     others = [(one, other) for place, (one, other) in enumerate(zip(x.dims, source.dims, strict=True)) if place != dim]
@@ -254,7 +261,7 @@ def _operand_and_dim(call: PaddedCall, default: int) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """After a padded piece, only the number in its padding may follow."""
+    """Concatenate tensors. Behind a tensor padded along the dim, only the number in its padding may follow."""
     ranks = [len(value.dims) for value in call.operands]
     dim = call.argument(1, "dim", 0) % max(ranks)
     pieces = [value for value in call.operands if value.shape(0) != (0,) or max(ranks) == 1]
@@ -271,7 +278,7 @@ def _cat(call: PaddedCall) -> Results:
     behind = pieces[first + 1 :]
 
     def padding(region: Region) -> PaddedContent:
-        """Content of all pieces from the first padded piece's padding on."""
+        """Return the content of everything from the padding of the first padded tensor on."""
         found = [pieces[first].content(region)]
         for value in behind:
             found.append(value.content(region - {place}))
@@ -289,7 +296,7 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """A number before and after a dim; after a padded dim, it must be the number in its padding."""
+    """Pad dims with a number. Behind a padded dim, the number must be that in its padding."""
     (x,) = call.operands
     amounts: Sequence[int] = call.argument(1, "pad")
     number = constant(call.argument(2, "value", 0))
@@ -322,7 +329,11 @@ def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: PaddedCon
 
 
 def _triangle(call: PaddedCall, *, is_lower: bool) -> Results:
-    """Elements by the difference of column and row: those of a lower triangle have at most `diagonal`."""
+    """Keep a triangle of a matrix, and set other elements to zero.
+
+    A lower triangle keeps elements with column - row <= `diagonal`, an upper triangle those with column - row >=
+    `diagonal`.
+    """
     (x,) = call.operands
     diagonal = call.argument(1, "diagonal", 0)
     row, column = len(x.dims) - 2, len(x.dims) - 1

@@ -1,8 +1,8 @@
-"""One call of both programs, and the table of padding functions by operator.
+"""A call of the program with padding beside the same call of the program without, and a table of functions by operator.
 
-A function of the table takes a call and returns its results. Their clean parts must depend only on the clean parts of
-the operands, by the same numbers as in the exact program. Otherwise it raises `ReachedError`. Operators outside the
-table follow their sharding rules (`by_rule`).
+A function of the table takes such a call and returns the padded values of its results. It checks that the clean part of
+each result depends only on the clean parts of the operands, by the same numbers in both programs. Otherwise it raises
+`ReachedError`. Operators outside the table follow their sharding rules (`by_rule`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CallFunction = Callable[["PaddedCall"], Results]
 
 @dataclass(frozen=True, slots=True)
 class PaddedCall:
-    """A call of both programs.
+    """A call in the program with padding (the padded program), and the same call in the exact program, without padding.
 
     Args:
         node: the call in the padded program.
         exact: the call in the exact program.
-        operands: its tensor operands, in order.
-        values: the padded values of nodes.
-        has_gradient: whether gradients of parameters, or of inputs, go through it.
+        operands: the padded values of the call's tensor operands, in order.
+        values: the padded value of each node before the call.
+        has_gradient: whether gradients of parameters, or of inputs, flow through the call.
     """
 
     node: fx.Node
@@ -45,7 +45,7 @@ class PaddedCall:
 
     @property
     def target(self) -> Any:
-        """The operator."""
+        """The operator that is called."""
         return self.node.target
 
     @property
@@ -54,11 +54,11 @@ class PaddedCall:
         return any(value.is_padded for value in self.operands) or self.shapes(0) != self.shapes(1)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument of the padded call: a node, or a constant."""
+        """Return an argument of the padded call, a node or a constant, by its position or its name."""
         return self.node.args[position] if len(self.node.args) > position else self.node.kwargs.get(name, default)
 
     def both(self, position: int, name: str, default: Any = None) -> tuple[Any, Any]:
-        """A constant argument in the padded call, and in the exact call."""
+        """Return a constant argument of the padded call and of the exact call, by its position or its name."""
         (padded, exact) = (
             node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
             for node in (self.node, self.exact)
@@ -66,35 +66,42 @@ class PaddedCall:
         return padded, exact
 
     def operand(self, position: int, name: str = "") -> PaddedValue:
-        """The padded value of a tensor argument."""
+        """Return the padded value of a tensor argument, by its position or its name."""
         return self.values[self.argument(position, name)]
 
     def dtypes(self) -> list[torch.dtype]:
-        """The types of the tensor operands."""
+        """Return the types of the tensor operands, in order."""
         found: list[torch.dtype] = []
         fx.map_arg((self.node.args, self.node.kwargs), lambda operand: found.append(operand.meta["val"].dtype))
         return found
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """The shapes of the results: 0 in the padded program, 1 in the exact one."""
+        """Return the shapes of the results, in the padded program for index 0, in the exact program for index 1."""
         values = tensor_values((self.node, self.exact)[index])
         return [() if value is None else tuple(value.shape) for value in values]
 
     def plain_dims(self) -> tuple[Dim, ...]:
-        """The dims of the first result, each of one part."""
+        """Return the dims of the first result, each with one part: its padded and its exact size."""
         return tuple(((padded, exact),) for padded, exact in zip(self.shapes(0)[0], self.shapes(1)[0], strict=True))
 
     def check_weights(self, contents: Iterable[PaddedContent]) -> None:
-        """Raise `ReachedError` if padding may give NaN weights, and so NaN gradients."""
+        """Check that a softmax has no NaN weights in padding, because these give NaN gradients.
+
+        Args:
+            contents: the contents of the softmax in padding.
+
+        Raises:
+            ReachedError: weights may be NaN.
+        """
         if self.has_gradient and weighs(self.node) and not all(item.has_no_infinity_of_its_own for item in contents):
             raise ReachedError(_NO_GRADIENT)
 
     def content(self, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-        """The content of a region of the result, from those of the operands there.
+        """Return the content of a region of the first result, given the contents of the operands there.
 
         Raises:
-            ReachedError: gradients may be no numbers in padding. Such a gradient reaches parameters even where the
-                result itself is left out, as zero times infinity is no number.
+            ReachedError: gradients may be infinite or NaN in padding. A later zero does not remove such a gradient,
+                because zero times infinity is NaN. So it would reach parameters.
         """
         if region and self.has_gradient and not stays_finite(self.node, operands):
             raise ReachedError(_NO_GRADIENT)
@@ -103,7 +110,7 @@ class PaddedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An operator's function, and the arguments that may differ with the length."""
+    """An operator's function, and the arguments that may differ between padded and exact call."""
 
     function: CallFunction
     sizes: frozenset[int | str]
@@ -113,11 +120,11 @@ _entries: dict[Any, _Entry] = {}
 
 
 def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallFunction], CallFunction]:
-    """Register the function of operators.
+    """Return a decorator that registers a function for operators.
 
     Args:
-        operators: overloads.
-        sizes: positions of size or place arguments, which may differ between the programs.
+        operators: operator overloads.
+        sizes: positions of arguments that are sizes or indices, which may differ between padded and exact call.
     """
 
     def register(function: CallFunction) -> CallFunction:
@@ -130,14 +137,14 @@ def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallF
 
 
 def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
-    """The results of a call of both programs.
+    """Return the padded values of a call's results.
 
     Args:
         call: the call.
-        by_rule: function for operators outside the table.
+        by_rule: the function for operators outside the table.
 
     Raises:
-        ReachedError: padding may reach their clean parts.
+        ReachedError: padding may reach the clean part of a result.
     """
     entry = _entries.get(call.target)
     _check_arguments(call, frozenset() if entry is None else entry.sizes)
@@ -147,7 +154,7 @@ def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
 
 
 def _check_arguments(call: PaddedCall, sizes: Collection[int | str]) -> None:
-    """The constants of both calls are equal, but for sizes that the operator's function looks at."""
+    """Check that both calls have equal constant arguments, except those in `sizes`, which the function checks."""
     pairs = [*enumerate(zip(call.node.args, call.exact.args, strict=True))]
     named = [(name, (value, call.exact.kwargs[name])) for name, value in call.node.kwargs.items()]
     for place, (padded, exact) in [*pairs, *named]:

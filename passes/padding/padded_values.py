@@ -1,9 +1,12 @@
-"""Padded tensors: the padded parts of their dims, and the content of their regions.
+"""Padded tensors: where they have padding, and which numbers may be there.
 
-A dim is a product of parts, major to minor: `[B, T, D]` flattened to `[B T, D]` has the parts B and T in its first dim.
-Each part has a size in the padded program and a size in the exact program. If they differ, the part is padded after its
-exact size. A region is a set of padded parts: the elements in the padding of exactly these parts. The empty region is
-the clean part, which the exact program has too.
+The padded program runs on padded inputs, and the exact program on the same inputs without padding. A dim is a product
+of parts, major to minor. For example, `[B, T, D]` flattened to `[B T, D]` has the parts B and T in its first dim. Each
+part has a size in the padded program and a size in the exact program. If the sizes differ, the part is padded after its
+exact size.
+
+A region is a set of padded parts. It stands for the elements that lie in the padding of exactly these parts. The empty
+region is the clean part, whose elements the exact program has too.
 """
 
 from __future__ import annotations
@@ -16,32 +19,32 @@ from dataclasses import dataclass, replace
 from passes.padding.contents import PaddedContent, either
 
 Part = tuple[int, int]
-"""The size of a part of a dim in the padded program, and in the exact one."""
+"""A part of a dim: its size in the padded program, and its size in the exact program."""
 
 Dim = tuple[Part, ...]
 
 Place = tuple[int, int]
-"""The number of a dim, and of a part in the dim."""
+"""The position of a part: the index of its dim, and its index among the parts of the dim."""
 
 Region = frozenset[Place]
 
 CLEAN: Region = frozenset()
 
 _MOST = 4
-"""Padded parts of a tensor at most: regions double with each."""
+"""The most padded parts of a tensor. Each further part would double the number of regions."""
 
 
 class ReachedError(Exception):
-    """Padding may reach the clean part of a call; the text describes the call."""
+    """Padding may reach the clean part of a call's result. The text continues a sentence that begins with the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedValue:
-    """A tensor of both programs.
+    """A tensor of the padded program, compared with the same tensor of the exact program.
 
     Args:
         dims: the parts of each dim.
-        contents: the content of each region.
+        contents: region to the numbers that it may contain.
     """
 
     dims: tuple[Dim, ...]
@@ -49,7 +52,7 @@ class PaddedValue:
 
     @classmethod
     def of(cls, dims: Sequence[Dim], content: Callable[[Region], PaddedContent]) -> PaddedValue:
-        """The value with the content of every region."""
+        """Return the value with these dims, in which `content` gives the content of each region."""
         dims = tuple(dims)
         contents = {region: content(region) for region in regions_of(padded_places(dims))}
         contents[CLEAN] = replace(contents[CLEAN], is_clean=True)
@@ -57,7 +60,7 @@ class PaddedValue:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Places of the padded parts."""
+        """The places of all padded parts."""
         return padded_places(self.dims)
 
     @property
@@ -66,11 +69,11 @@ class PaddedValue:
         return bool(self.places)
 
     def part(self, place: Place) -> Part:
-        """The sizes of a part."""
+        """Return the padded and the exact size of a part."""
         return self.dims[place[0]][place[1]]
 
     def content(self, region: Iterable[Place]) -> PaddedContent:
-        """Content of a region."""
+        """Return the content of a region."""
         return self.contents[frozenset(region)]
 
     def is_dim_padded(self, dim: int) -> bool:
@@ -78,7 +81,7 @@ class PaddedValue:
         return any(map(is_padded_part, self.dims[dim]))
 
     def plain_part(self, dim: int) -> Part:
-        """The single part of a dim.
+        """Return the sizes of a dim that is a single part, or whose parts are all without padding.
 
         Raises:
             ReachedError: the dim is a product of several parts, and a part is padded.
@@ -90,31 +93,31 @@ class PaddedValue:
         return (size := math.prod(exact for _, exact in self.dims[dim]), size)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """The sizes of its dims: 0 in the padded program, 1 in the exact program."""
+        """Return the shape of the tensor, in the padded program for index 0, in the exact program for index 1."""
         return tuple(math.prod(part[index] for part in dim) for dim in self.dims)
 
     def replaced(self, dim: int, part: Part, content: Callable[[Region], PaddedContent]) -> PaddedValue:
-        """The value with one part in place of a dim."""
+        """Return a value in which a dim consists of the single part `part`, and regions have the given contents."""
         return PaddedValue.of((*self.dims[:dim], (part,), *self.dims[dim + 1 :]), content)
 
 
 def is_padded_part(part: Part) -> bool:
-    """Whether a part has another size in the exact program."""
+    """Whether a part has padding: its sizes in the padded and the exact program differ."""
     return part[0] != part[1]
 
 
 def padded_places(dims: Sequence[Dim]) -> tuple[Place, ...]:
-    """The places of the padded parts of dims."""
+    """Return the places of the padded parts of dims, in order."""
     return tuple(
         (dim, index) for dim, parts in enumerate(dims) for index, part in enumerate(parts) if is_padded_part(part)
     )
 
 
 def regions_of(places: Sequence[Place]) -> Iterator[Region]:
-    """All regions of padded parts, the clean one first.
+    """Yield all regions of a tensor with padded parts at these places, the clean part first.
 
     Raises:
-        ReachedError: there are too many.
+        ReachedError: there are more than `_MOST` padded parts.
     """
     if len(places) > _MOST:
         raise ReachedError(f"has more than {_MOST} padded dims")
@@ -123,5 +126,5 @@ def regions_of(places: Sequence[Place]) -> Iterator[Region]:
 
 
 def joined(value: PaddedValue, region: Region, place: Place) -> PaddedContent:
-    """Content of a region, joined with the clean part of one of its padded parts."""
+    """Return the union of two contents: that of a region, and that of the region outside the padding at `place`."""
     return either((value.content(region), value.content(region - {place})))

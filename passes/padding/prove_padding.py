@@ -1,15 +1,15 @@
-"""Proves that padding of inputs reaches no result of a program.
+"""Prove that padding of a program's inputs reaches no result.
 
 The program of a padded call is walked beside the program of the same call without padding (the exact program), node by
-node. For each pair of nodes, the clean part of the padded value is shown to be the exact value. It depends only on the
-clean parts of operands, by the same operator with the same numbers. The numbers in padding are followed too, as far as
-masks, ignored targets and zeros need it. Then results have equal clean parts, for any parameters and inputs. So do
-their gradients, as derivatives of equal functions.
+node. For each pair of nodes, the proof shows that the clean part of the padded value is the exact value. The clean part
+must depend only on the clean parts of operands, by the same operator with the same numbers. The numbers in padding are
+bounded too, because masks, ignored targets and zeros depend on them. Then results have equal clean parts, for any
+parameters and inputs. Their gradients are equal too, as derivatives of equal functions.
 
-1. Two exact programs are traced, of the two shortest lengths that are padded to the same length. A number that depends
-   on the length otherwise than as a size (a divisor, a window, a branch) differs between the programs.
-2. If the model's Python reads a value that padding changes (`mask.all()`), the call is traced as compiled code. Models
-   of transformers then have no such branches.
+1. Two exact programs are traced, of the two shortest lengths that are padded to the same length. If a number depends
+   on the length in another way than as a size (a divisor, a window, a branch), it differs between the programs.
+2. If the model's Python reads a value that padding changes (`mask.all()`), the call is traced again as compiled code.
+   Models of the library transformers then have no such branches.
 
 Gradients are assumed to be the derivatives of results. `torch.autograd.Function` may break this assumption, so a
 program with such functions is not proven. Dropout draws a mask for the padded batch.
@@ -43,7 +43,7 @@ from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
 _LOGGER = logging.getLogger(__name__)
 
 Values = dict[fx.Node, Any]
-"""The padded value of each node of the padded program; of several results, a tuple."""
+"""Node of the padded program to its padded value; a node with several results has a tuple."""
 
 
 def prove_padding(
@@ -53,14 +53,16 @@ def prove_padding(
     length: int,
     fills: Mapping[str, float],
 ) -> PaddingProof:
-    """Prove whether padding reaches a result of a call, and find the dims of results that grow with its inputs.
+    """Try to prove that padding reaches no result of a call, and find the dims of results that are padded.
+
+    The proof that is returned has the padded dims of each result, or the reason why the proof fails.
 
     Args:
-        trace: traces a request.
-        padded: the padded call.
-        exact: calls with shorter inputs, by their lengths.
+        trace: traces the program of a call.
+        padded: the call with padded inputs.
+        exact: length to the call with inputs of this length, without padding.
         length: length of the padded inputs.
-        fills: fill value of an input's padding, by its name in programs: "input:0".
+        fills: name of an input in programs ("input:0") to the number in its padding.
     """
     reason, trained = "", _trained(padded)
     for as_compiled in (False, True):
@@ -89,7 +91,7 @@ def prove_padding(
 
 
 def _trained(request: Request) -> set[str]:
-    """Names of the parameters and inputs with gradients."""
+    """Return the names of the parameters and inputs that need gradients."""
     if not request.grad:
         return set()
     leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
@@ -110,7 +112,11 @@ class _Pair:
         self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
 
     def cuts(self, length: int, exact: int) -> Mapping[int, Grown]:
-        """The dims of each result that grow with the inputs.
+        """Prove the pair of programs, and return the padded dims of each output, by the output's number.
+
+        Args:
+            length: length of the padded inputs.
+            exact: length of the exact inputs.
 
         Raises:
             ReachedError: padding may reach a result.
@@ -142,7 +148,7 @@ class _Pair:
             raise ReachedError("a number among the results depends on the length")
 
     def _inputs(self) -> dict[str, PaddedValue]:
-        """The values of the placeholders, by node name."""
+        """Return the padded value of each placeholder, by node name."""
         found: dict[str, PaddedValue] = {}
         nodes, others = self._padded.nodes_by_name(), self._exact.nodes_by_name()
         for slot, other in zip(self._padded.inputs, self._exact.inputs, strict=True):
@@ -152,11 +158,11 @@ class _Pair:
         return found
 
     def _with_gradients(self) -> set[str]:
-        """The placeholders' nodes with gradients."""
+        """Return the names of the placeholders that need gradients."""
         return {slot.node for slot in self._padded.inputs if slot.name in self._trained}
 
     def _check_guards(self, inputs: Mapping[str, PaddedValue]) -> None:
-        """Check that values on which tracing relied are equal with padding."""
+        """Check that the values that the model's Python read while it was traced do not depend on padding."""
         one, other = self._padded, self._exact
         if [guard.value for guard in one.guards] != [guard.value for guard in other.guards]:
             raise ReachedError("the model reads a value that padding changes")
@@ -200,11 +206,11 @@ def _grown(value: PaddedValue, name: str, length: int, exact: int) -> Grown:
 
 @dataclass(slots=True)
 class _PaddedWalk:
-    """A padded graph's nodes beside an exact graph's.
+    """A walk along the nodes of a padded graph beside those of the exact graph.
 
     Args:
-        padded, exact: the graphs.
-        differentiable: placeholders with gradients, and all values computed from such placeholders.
+        padded, exact: the two graphs.
+        differentiable: names of the placeholders that need gradients, and of all values computed from them.
     """
 
     padded: fx.GraphModule
@@ -212,10 +218,10 @@ class _PaddedWalk:
     differentiable: set[str] = field(default_factory=set)
 
     def run(self, inputs: Mapping[str, PaddedValue]) -> Values:
-        """The padded values of all nodes.
+        """Return the padded values of all nodes, given those of the placeholders by name.
 
         Raises:
-            ReachedError: a node's clean part may depend on padding; the text names it.
+            ReachedError: a node's clean part may depend on padding; the text names the node.
         """
         values: Values = {}
         twins: dict[fx.Node, fx.Node] = {}
@@ -261,7 +267,7 @@ def _first_difference(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> str:
 
 
 def _are_twins(node: fx.Node, twin: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether two nodes call one operator on twin operands."""
+    """Whether two nodes call the same operator on corresponding operands; `twins` has the pairs of earlier nodes."""
     if (node.op, node.target) != (twin.op, twin.target):
         return False
     sides = [pytree.tree_flatten((item.args, item.kwargs)) for item in (node, twin)]

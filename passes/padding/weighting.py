@@ -1,4 +1,4 @@
-"""Padding in calls that weigh or leave out elements: softmax, attention, dropout, losses."""
+"""Follow padding through calls that weigh or leave out elements: softmax, attention, dropout, losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOGARITHMS = (aten._log_softmax.default, aten.log_softmax.int)
     aten._softmax.default, aten._log_softmax.default, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default
 )
 def _softmax(call: PaddedCall) -> Results:
-    """Scores in padding must get no weight: they are -inf, or a mask has added its large negative number."""
+    """Check that scores in padding get no weight: each must be -inf, or include a mask's large negative number."""
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):
@@ -81,7 +81,10 @@ def _log_sum_exp(call: PaddedCall) -> Results:
 
 @padded_call(ours.attention.default, sizes=(10,))
 def _attention(call: PaddedCall) -> Results:
-    """Queries outside padding must not see keys in padding: a mask hides them, or they come later (causal)."""
+    """Check that queries outside padding see no keys in padding.
+
+    Either a mask hides the keys in padding, or attention is causal and these keys come later.
+    """
     q, k, v = (call.operand(index) for index in range(3))
     mask = None if call.argument(3, "mask") is None else call.operand(3)
     is_causal, offset = call.argument(6, "is_causal"), call.argument(9, "offset")
@@ -105,7 +108,11 @@ def _attention(call: PaddedCall) -> Results:
 
 
 def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
-    """Refuse a mask that shows keys in padding to queries outside padding."""
+    """Check that a mask hides the keys in padding.
+
+    Raises:
+        ReachedError: there is no mask, or it may show keys in padding.
+    """
     place = None if mask is None else (len(mask.dims) - 1, 0)
     if mask is None or place not in mask.places:
         raise ReachedError("attends to padding: neither a mask nor causality leaves it out")
@@ -121,7 +128,7 @@ def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
 
 @padded_call(ours.dropout.default, sizes=(4, 5))
 def _dropout(call: PaddedCall) -> Results:
-    """Elements are dropped or scaled, each by itself."""
+    """Drop or scale each element by itself."""
     x = call.operands[0]
 
     def content(region: Region) -> PaddedContent:
@@ -141,7 +148,7 @@ def _random(call: PaddedCall) -> Results:
 
 @padded_call(ours.cross_entropy.default)
 def _cross_entropy(call: PaddedCall) -> Results:
-    """Each row has its own loss. An ignored target has loss zero for any logits."""
+    """Compute the loss of each row. A row whose target is ignored has loss zero for any logits."""
     logits, target = call.operands
     if logits.is_dim_padded(1):
         raise ReachedError("needs all of the padded dim")
@@ -164,7 +171,7 @@ def _rows_of_loss(logits: PaddedValue, target: PaddedValue, ignored: int) -> Res
 
 @padded_call(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(call: PaddedCall) -> Results:
-    """Targets in padding must be `ignore_index`; a mean then divides by the weight of the other targets."""
+    """Check that all targets in padding are `ignore_index`. A mean divides by the weight of the other targets only."""
     x, target = call.operands[0], call.operands[1]
     reduction, ignored = call.argument(3, "reduction"), call.argument(4, "ignore_index")
     rows = [place for place in range(len(x.dims)) if place != (1 if len(x.dims) > 1 else 0)]

@@ -1,1 +1,1 @@
-"""The planning problem of a program: building, restricting and searching it."""
+"""Build the planning problem of a program, restrict its choices, and solve it."""

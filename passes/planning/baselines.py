@@ -1,11 +1,14 @@
-"""Known recipes as restrictions of the search space (`restrictions`), priced like any plan.
+"""Plan known recipes (data parallel, ZeRO-1, FSDP, HSDP, Megatron), to compare them with the plan of the free search.
+
+A recipe restricts the search space: each mesh axis gets a role (`passes.planning.restrictions`). The search then finds
+the best plan of the recipe.
 
 * data parallel: every axis has the role "data";
 * ZeRO-1, if the plan is for a whole training step with optimizer state: every axis has the role "zero-1";
 * fully sharded data parallel: every axis has the role "fsdp";
 * HSDP, on a mesh of several axes: the last axis has the role "fsdp", the other axes "data";
-* Megatron TP+SP, on a mesh of several axes: the last axis is "model", the other axes "data";
-* the plan before, if there is one: each node as in a plan of this mesh or another mesh, if possible.
+* Megatron TP+SP, on a mesh of several axes: the last axis has the role `MEGATRON`, the other axes "data";
+* the plan before, if the caller has a plan already: each node has its specs of that plan, where this is possible.
 """
 
 from __future__ import annotations
@@ -34,15 +37,17 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """Return the best plan of each recipe, or None if no plan of it fits.
+    """Return a dict from the name of each recipe to its best solution, or to None if no plan of the recipe fits.
 
-    A recipe is absent if the user's constraints leave it no plan, or if the search ended before its turn.
+    A recipe is absent if the user's constraints leave it no plan, or if the search is stopped before its turn.
 
     Args:
-        planning, search, allowed: the problem, its search and the allowed options, as in `Search`.
+        planning: the planning problem.
+        search: the search, with its memory limit.
+        allowed: masks of the options that the user's constraints allow, as in `Search`.
         before: a plan of the program, on this mesh or another mesh.
-        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike is left out if it fits
-            on one of these meshes with no more axes. Its plan here would be much the same, with more collectives.
+        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis in the same way is left out
+            if it fits on one of these meshes with no more axes. Its plan here would hardly differ.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -79,13 +84,14 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineSteps(Mapping[str, float | None]):
-    """Predicted step of each known recipe, seconds; None if the recipe does not fit. Pickled as a dict of the known
-    steps.
+    """A mapping from each known recipe to its predicted step in seconds, or to None if the recipe does not fit.
+
+    A step is predicted when it is read for the first time. The pickle of the mapping is a dict of the known steps.
 
     Args:
-        names: the recipes.
+        names: names of the recipes.
         known: the steps that are known already.
-        predict: gives the step of each other recipe, at its first read.
+        predict: for each other recipe, the function that predicts its step.
     """
 
     names: Sequence[str]
@@ -111,13 +117,19 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether a known recipe is among baselines, and may fit in memory as far as is known."""
+    """Whether recipe `name` is among the baselines and may fit in memory. Unknown steps are not predicted for this."""
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 
 
 def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
-    """Predicted step of each known recipe on its fastest mesh; None if the recipe fits on no mesh."""
+    """Return a mapping from each recipe to its predicted step in seconds on the mesh where the recipe is fastest.
+
+    The step is None if the recipe fits on no mesh.
+
+    Args:
+        baselines: for each mesh, the steps of the recipes.
+    """
     if len(baselines) == 1:
         return baselines[0]
     names = list(dict.fromkeys(name for each in baselines for name in each))
@@ -147,7 +159,7 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 
 
 def known_recipes(mesh: Mesh) -> dict[str, Roles]:
-    """Return the roles of each axis under each recipe."""
+    """Return a dict from the name of each recipe to the role of each mesh axis under it."""
     *outer, inner = mesh.axis_names
     found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
     if outer:
@@ -157,7 +169,11 @@ def known_recipes(mesh: Mesh) -> dict[str, Roles]:
 
 
 def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
-    """Return the options whose results have the specs of another plan; their operands' specs decide between several."""
+    """Return masks of the options that lay out each node as another plan does, by variable.
+
+    Options whose results have the plan's specs are kept, if there are any. Then options whose operands have the plan's
+    specs are kept, if there are any. So a node always keeps an option.
+    """
     masks: dict[int, np.ndarray] = {}
     for name, site in planning.space.sites.items():
         node = before.nodes.get(name)

@@ -1,13 +1,13 @@
-"""Prices of parameters and gradients in buckets, and the planning problem at these prices.
+"""Search again with collectives of parameters and gradients priced as parts of buckets, for one more candidate plan.
 
-The search adds up the seconds of single collectives, each with its latency. The lowered program gathers parameters and
-reduces gradients in buckets (`passes/lowering/bucket_collectives.py`). Members of a bucket share a latency. On GPUs
-most buckets run beside computation, while computation mostly waits for collectives of activations. So a layout that
-gathers many parameters and sends few activations runs faster than the search expects. The best choice at bucket prices
-is one more candidate; its lowered program tells its real time.
+The first search adds up the seconds of single collectives, each with its latency (*single prices*). But the lowered
+program gathers parameters and reduces gradients in buckets (`passes/lowering/bucket_collectives.py`), whose members
+share a latency. On GPUs, most buckets also run beside computation, while computation mostly waits for collectives of
+activations. So a layout that gathers many parameters and sends few activations runs faster than the first search
+expects. The best choice at *bucket prices* becomes one more candidate. The time of its lowered program decides.
 
-Bucket prices apply to links whose tail is computed from parameters alone, and to links whose head only updates or
-leaves the program. Such a collective takes its share, by bytes, of the seconds of the smallest bucket.
+At bucket prices, a collective takes its share, by bytes, of the seconds of the smallest bucket. They apply to links
+from values that are computed from parameters alone, and to links to calls that only update or leave the program.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _Specs = tuple[PartitionSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class BucketPrice:
-    """Seconds of one reshard step within a bucket.
+    """A function from a reshard step to its seconds, if the step's collective is a part of a bucket.
 
     Args:
-        alone: prices of single steps.
-        piece_bytes: one rank's piece of the bucket.
-        hidden: fraction of the seconds that costs nothing, because the bucket runs beside computation.
+        alone: the price of a single step.
+        piece_bytes: bytes of one rank's piece of the bucket.
+        hidden: fraction of the seconds that is not counted, because the bucket runs beside computation.
     """
 
     alone: StepPrice
@@ -50,7 +50,7 @@ class BucketPrice:
         return (1 - self.hidden) * sum(self.parts(step))
 
     def parts(self, step: ReshardStep) -> tuple[float, float]:
-        """Return the seconds of communication, hidden or not, and of copies."""
+        """Return the seconds of the step's communication and of its copies; nothing is taken off for `hidden`."""
         sent_s, copied_s = self.alone.parts(step)
         piece = piece_bytes(step)
         if sent_s == 0.0 or not 0 < piece < self.piece_bytes:
@@ -63,7 +63,7 @@ class BucketPrice:
 
 
 def piece_bytes(step: ReshardStep) -> int:
-    """Bytes of one rank's piece of the value that a step sends."""
+    """Return the bytes of one rank's piece of the value that a reshard step sends."""
     return step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
 
 
@@ -74,15 +74,17 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """Return the best choice at bucket prices, with its cost at single prices; None if no choice fits.
+    """Return the best choice at bucket prices; None if no choice fits, or if the search was stopped before.
 
-    The progress of this search is not shown, because its costs are not those of the problem.
+    The cost of the returned solution is the choice's cost at single prices. The progress of this search is not shown,
+    because its costs cannot be compared with those of the first search.
 
     Args:
-        planning: the problem.
+        planning: the planning problem at single prices.
         priced: the result of `in_buckets` for the problem.
-        search, allowed: the search, and the allowed options.
-        start: choices that fit; the result is no worse at bucket prices.
+        search: the search, with its memory limit.
+        allowed: masks of the allowed options, as in `Search`.
+        start: solutions that fit. The result is no worse at bucket prices.
     """
     if search.control.is_stopped:
         return None
@@ -93,18 +95,24 @@ def solve_in_buckets(
 
 
 _MOST_HIDDEN = 0.8
-"""Fraction of the traffic of parameters and gradients that a GPU's step hides beside computation. It is fitted to 82
-choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron, searches). Their lowered programs take 0.94
-to 1.04 of this price. ZeRO-1 takes 1.0 to 1.17, because it gathers after its update. With nothing hidden and single
-prices, all take 0.49 to 0.87 (2026-11-28).
+"""Fraction of the traffic of parameters and gradients that a GPU's step hides beside computation.
+
+It is fitted to 82 choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron, searches). Their lowered
+programs take 0.94 to 1.04 times the seconds of this price. ZeRO-1 takes 1.0 to 1.17 times, because it gathers after its
+update. At single prices with nothing hidden, all take 0.49 to 0.87 times (2026-11-28).
 """
 
 
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Fraction of the traffic of parameters and gradients that a step likely hides beside its other work.
+    """Return the fraction of the seconds of parameters' and gradients' collectives that a step likely hides.
 
-    On CPUs nothing is hidden: on one machine, communication takes cores from computation
-    (`cost_models.streams.overlap_of`). Hiding over a network of CPUs was not measured.
+    They hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0. On one machine,
+    communication takes cores from computation (`cost_models.streams.overlap_of`). Hiding over a network of CPUs was not
+    measured.
+
+    Args:
+        planning: the planning problem.
+        choice: the option of each variable.
     """
     if not planning.prices.cluster.device.dispatch_s:
         return 0.0
@@ -117,11 +125,14 @@ def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: int) -> float:
-    """Approximate seconds of a choice's step, with parameters and gradients in buckets that are hidden where possible.
+    """Return the approximate seconds of a step under a choice, without lowering it.
+
+    Collectives of parameters and gradients are priced in buckets, and hidden beside computation where possible.
 
     Args:
-        planning, choice: the choice, one option per variable.
-        piece_bytes: one rank's piece of a bucket, if the parameters have that many bytes.
+        planning: the planning problem.
+        choice: the option of each variable.
+        piece_bytes: bytes of one rank's piece of a bucket. A model with fewer bytes of parameters has one bucket.
     """
     price = BucketPrice(planning.prices.step_price, min(piece_bytes, _parameter_bytes(planning)))
     runs, alone_s, sent_s, last_s = planning.link_runs(), 0.0, 0.0, 0.0
@@ -130,7 +141,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
         tail, head = choice[planning.classes[link.tail]], choice[planning.classes[link.head]]
         alone_s += runs[index] * float(_alone(planning, link)[tail, head])
         seconds = runs[index] * _chosen_s(planning, link, tail, head, price)
-        is_last = planning.space.sites[link.tail].phase == "update"  # # no computation follows
+        is_last = planning.space.sites[link.tail].phase == "update"  # no computation follows
         sent_s, last_s = (sent_s, last_s + seconds) if is_last else (sent_s + seconds, last_s)
     others_s = max(0.0, planning.assignment.cost_of(choice) - alone_s)
     hidden_s = min(_MOST_HIDDEN * sent_s, others_s) if planning.prices.cluster.device.dispatch_s else 0.0
@@ -138,7 +149,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
 
 
 def _parameter_bytes(planning: PlanningProblem) -> int:
-    """Bytes of a rank's piece of all parameters, split over the whole mesh."""
+    """Return the bytes of all parameters of the whole model, divided by the number of ranks."""
     counts, found = planning.counts(), 0
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         (value,) = planning.space.sites[slot.node].results
@@ -147,7 +158,7 @@ def _parameter_bytes(planning: PlanningProblem) -> int:
 
 
 def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price: BucketPrice) -> float:
-    """Seconds of the reshard between two options of a link."""
+    """Return the seconds of a link's reshard in buckets, between option `tail` of its tail and `head` of its head."""
     value, sources, targets = _ends(planning, link)
     key = (_chosen_s, price.piece_bytes, value.shape, value.itemsize, sources[tail], targets[head])
     if key not in planning.prices.derived:
@@ -158,12 +169,12 @@ def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price
 
 
 def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0) -> Assignment:
-    """Return the assignment of a planning problem with traffic of parameters and gradients at bucket prices.
+    """Return the assignment of a planning problem with collectives of parameters and gradients at bucket prices.
 
     Args:
-        planning: the problem at single prices.
-        piece_bytes: one rank's piece of the smallest bucket.
-        hidden: fraction of this traffic that costs nothing, see `hidden_part`.
+        planning: the planning problem at single prices.
+        piece_bytes: bytes of one rank's piece of the smallest bucket.
+        hidden: fraction of the seconds of these collectives that is not counted (`hidden_part`).
     """
     price = BucketPrice(planning.prices.step_price, piece_bytes, hidden)
     costs, edges = list(planning.assignment.costs), list(planning.assignment.edges)
@@ -181,7 +192,7 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0)
 
 
 def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
-    """Seconds that a bucket saves on each reshard of a link."""
+    """Return the seconds that bucket prices save on each reshard of a link, [tail's options, head's options]."""
     prices = planning.prices
     value, sources, targets = _ends(planning, link)
     key = (_saved, price.hidden, value.shape, value.itemsize, sources, targets)
@@ -193,20 +204,21 @@ def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
 
 
 def _alone(planning: PlanningProblem, link: Link) -> Floats:
-    """Seconds of each reshard on a link, [tail's options, head's options]."""
+    """Return the seconds of each reshard on a link at single prices, [tail's options, head's options]."""
     return planning.prices.reshard_table(*_ends(planning, link))
 
 
 def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
-    """Return the value on a link, its possible specs, and the specs in which it may be needed."""
+    """Return the value on a link, the specs in which options of the tail make it, and of the head need it."""
     tail, head = planning.space.sites[link.tail], planning.space.sites[link.head]
     return tail.results[link.result], specs_of(tail, link.result), needs_of(head, link)
 
 
 def bucketed_links(planning: PlanningProblem) -> frozenset[int]:
-    """Return the indices of the links whose collectives join buckets; found once for each problem.
+    """Return the indices of the links whose collectives join buckets. The result is cached with the problem.
 
-    These are links from parameters to calls that read other values too, and links from gradients to their update.
+    These are links from values that are computed from parameters alone. They are also links to the update, to calls
+    whose results only the update reads, and out of the program as gradients or updates.
     """
     if "bucketed_links" not in planning.derived:
         planning.derived["bucketed_links"] = frozenset(_bucketed(planning.space))
@@ -223,7 +235,7 @@ def _bucketed(space: SearchSpace) -> Iterator[int]:
 
 
 def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
-    """Return the sites of parameters, and of calls that read parameters alone."""
+    """Return the names of the sites of parameters, and of the calls that are computed from parameters alone."""
     operands: dict[str, list[str]] = {}
     for link in space.links:
         if link.operand >= 0:
@@ -236,9 +248,7 @@ def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
 
 
 def _only_updating(space: SearchSpace) -> set[str]:
-    """Return the sites of the update, and of calls whose results only the update reads or leave the program as
-    gradients.
-    """
+    """Return the names of the update's calls, and of the calls whose results lead only to the update or gradients."""
     readers: dict[str, list[Link]] = {}
     for link in space.links:
         readers.setdefault(link.tail, []).append(link)

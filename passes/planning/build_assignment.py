@@ -1,9 +1,13 @@
-"""Turn a priced search space into an assignment problem over classes of alike nodes.
+"""Turn a priced search space into an assignment problem: choose one option for each variable at least cost.
 
-Each class has one variable, and its options are the strategies of the class. A node's seconds count as often as its
-members run in a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in
-its spec. Links between the same places of two classes become one edge, whose costs count as often as the links run.
-Links within one class become costs of its variable. A memory row is made for a program point when it is needed.
+Sites of repeated blocks that share a strategy form a class (`fold_blocks`). Any other site is a class of its own. Each
+class has one variable. The options of the variable are the strategies of the class.
+
+* The cost of an option is the seconds of all calls of the class in a step (`runs`).
+* A gradient is added to the sum over earlier micro-batches. The variable of the gradient's fan-out has this cost.
+* Links from one result of a class to one operand of another class become an edge. Its costs are the seconds of the
+  reshards on all of these links in a step. The costs of links within one class are added to the class's variable.
+* A memory row has the bytes in use at a point of the program. It is made only when the search needs it.
 """
 
 from __future__ import annotations
@@ -41,17 +45,21 @@ _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """An assignment, and the meaning of its variables and edges.
+    """An assignment problem, and the meaning of its variables and edges.
+
+    A *choice* is a sequence with the index of the chosen option of each variable.
 
     Args:
         space: the sites and links.
-        classes: site name to variable.
-        members: variable to the names of its sites.
-        edge_between: two variables to the index of an edge of `assignment` from the first to the second.
-        assignment: the problem, without memory rows.
-        memory: tables of bytes.
-        repeated: the repeated units, of which the program leaves some out.
-        derived: facts about the problem, for any choice, that other passes compute and keep here.
+        prices: the seconds of strategies and reshards.
+        liveness: the lifetimes of values in memory.
+        classes: number of the variable of each site, by the site's name.
+        members: names of the sites of each variable.
+        edge_between: index in `assignment.edges` of an edge from one variable to another, by the pair of variables.
+        assignment: the assignment problem, without memory rows.
+        memory: tables of the bytes of values, for each option.
+        repeated: the repeated units of blocks, some of which the program leaves out.
+        derived: a cache for other passes, for facts about the problem that do not depend on a choice.
     """
 
     space: SearchSpace
@@ -67,23 +75,26 @@ class PlanningProblem:
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
     def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
-        """Return the strategy of site `name` under a choice."""
+        """Return the strategy that site `name` has under a choice."""
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Site to the number of sites that it stands for; absent sites stand for themselves alone."""
+        """Return a dict from a site to the number of sites of the whole model that it stands for.
+
+        A site that is not in the dict stands for itself alone.
+        """
         return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
-        """Site to its number of runs in a step."""
+        """Return a dict from each site to its number of runs in a step of the whole model."""
         return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
-        """Number of runs in a step of the reshard on each link."""
+        """Return the number of runs of the reshard on each link in a step of the whole model, in the order of links."""
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def adding_s(self, choice: Sequence[int]) -> float:
-        """Seconds of adding the gradients of one micro-batch to the sums of earlier ones."""
+        """Return the seconds to add the gradients of one micro-batch to the sums over earlier micro-batches."""
         counts = self.counts()
         return sum(
             counts.get(fan_out, 1)
@@ -92,11 +103,15 @@ class PlanningProblem:
         )
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes in use on each rank at every program point."""
+        """Return the bytes in use on each rank under a choice, [program points]."""
         return self._memory_usage()(choice)
 
     def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
-        """A lower bound of the peak of every choice of `allowed` options, bytes; see `MemoryUsage.least_peak`."""
+        """Return a lower bound, in bytes, of the peak memory of every choice of allowed options.
+
+        Args:
+            allowed: mask of the allowed options, by variable; the options of other variables are all allowed.
+        """
         return self._memory_usage().least_peak(allowed)
 
     def _memory_usage(self) -> MemoryUsage:
@@ -105,8 +120,9 @@ class PlanningProblem:
         return self._usage[0]
 
     def _items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Return pairs of site and item in memory: values, copies on links and workspaces; "" for items that are no
-        values.
+        """Yield each item in memory, with the name of its site: values, copies on links, and workspaces of calls.
+
+        The name is "" for copies on links and for workspaces.
         """
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
@@ -120,17 +136,20 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """Factor of a value's bytes; a parameter carries its optimizer state."""
+        """Return the factor by which a value's bytes count; the bytes of a parameter include its optimizer state."""
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
     def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
-        """Return the variables that decide the bytes of a link: both ends, or its head alone."""
+        """Return the variables on which the bytes `table` of a value on a link depends.
+
+        These are the variables of tail and head, or of the head alone if `table` has one dim.
+        """
         link = self.space.links[kept.link]
         head = self.classes[link.head]
         return (head,) if table.ndim == 1 else (self.classes[link.tail], head)
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use at one program point, as a function of the choice."""
         return row_at(self._memory_usage(), point, self.edge_between)
 
 
@@ -141,7 +160,15 @@ def build_problem(
     representatives: Mapping[str, str],
     repeated: RepeatedUnits = NO_REPEATED_UNITS,
 ) -> PlanningProblem:
-    """Return the assignment problem of a search space in which alike sites are tied."""
+    """Return the planning problem of a search space.
+
+    Args:
+        space: the sites and links.
+        prices: the seconds of strategies and reshards.
+        liveness: the lifetimes of values in memory.
+        representatives: for each site, the site whose strategy it shares (`fold_blocks`).
+        repeated: the repeated units of blocks. Their sites at one place share a strategy too.
+    """
     representatives = tie(representatives, repeated)
     runs = site_runs(space, repeated, liveness.micro_batches)
     numbers: dict[str, int] = {}
@@ -177,7 +204,7 @@ def build_problem(
 
 
 def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices) -> Floats:
-    """Seconds of all calls of a variable, [options]."""
+    """Return the seconds of all calls of the sites `group` in a step, [options]."""
     times = []
     for names in _by_call(group, sites):
         site = sites[names[0]]
@@ -186,9 +213,10 @@ def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[s
 
 
 def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
-    """Group the sites of a variable by call: first its own calls, then each form of copy to and from the host.
+    """Return the sites of a variable in lists whose calls take equal time.
 
-    Results of one call may differ in size, and so may their copies.
+    The calls of a variable are equal and form one list. Copies to and from the host form lists of their own, because
+    the results of one call may differ in size.
     """
     found: dict[Any, list[str]] = {}
     for name in group:
@@ -201,7 +229,10 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[s
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
 ) -> dict[_EdgeKey, tuple[Link, int]]:
-    """Return one link for each pair of places that links join, and the number of runs of all these links."""
+    """Return one of the links that become one edge, and the number of runs of all these links in a step.
+
+    The key of an edge is (variable of the tail, its result, variable of the head, its operand).
+    """
     found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
@@ -211,14 +242,14 @@ def _alike_links(
 
 
 def _places_of(tail: Site, head: Site, link: Link) -> _Places:
-    """Return everything that the costs and copies of a link depend on; links with equal keys share their tables."""
+    """Return a key with all facts on which the costs of a link depend; links with equal keys share one table."""
     value = tail.results[link.result]
     strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
-    """Seconds of a link between two places, [tail's options, head's options]."""
+    """Return the seconds of the reshard on a link, [tail's options, head's options]; infinity forbids a pair."""
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     times = prices.reshard_table(tail.results[link.result], sources, targets)

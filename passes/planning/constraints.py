@@ -1,7 +1,7 @@
-"""Apply a user's constraints to the strategies of parameters, inputs and results.
+"""Apply a user's constraints to the strategies of parameters, inputs and outputs.
 
-A constraint maps a glob of qualified names ("layers.*.up_proj.weight", "input:0", "output:0") to the spec that the
-value must have. A pattern applies to optimizer state ("exp_avg:layers.0.weight") only if the pattern has a colon.
+A constraint maps a glob pattern of names ("layers.*.up_proj.weight", "input:0", "output:0") to the spec that the values
+must have. A pattern applies to optimizer state ("exp_avg:layers.0.weight") only if the pattern has a colon.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
-    """Return, for each constrained variable, a mask of the options that all its constraints allow.
+    """Return a dict from each constrained variable to a mask of the options that its constraints allow.
 
     Raises:
-        InvalidSpecError: a pattern matches no value, or a value cannot have the spec.
+        InvalidSpecError: a pattern matches no value, a value cannot have the spec, or two constraints contradict each
+            other.
     """
     names = constrainable(planning.space)
     state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
@@ -52,9 +53,10 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
 def constraints_on(
     program: Program, constraints: Mapping[str, PartitionSpec], *, without_state: bool
 ) -> dict[str, PartitionSpec]:
-    """Return the constraints without those on outputs or optimizer state that this program lacks.
+    """Return the constraints that apply to a program.
 
-    An evaluation, for example, has no optimizer state.
+    Constraints on outputs that the program does not have are left out. So are constraints on optimizer state if
+    `without_state` is set, for example for an evaluation.
     """
     outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
     return {
@@ -77,17 +79,17 @@ def whole_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
-    """Return the names of the outputs that may stay split: those with one or more dims that need not be whole."""
+    """Return the names of the outputs that may stay split: outputs with a dim that are not in `whole_outputs`."""
     nodes = program.nodes_by_name()
     names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
     return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Map the qualified name of each value that a constraint may name to its site.
+    """Return a dict from the name of each value that a constraint may name to the value's site.
 
-    A tied parameter is found under all its names. If equal blocks are planned once, the values of the other blocks have
-    the sites of the planned block.
+    A tied parameter has all its names. If equal blocks are planned once, the values of the other blocks have the sites
+    of the planned block.
     """
     names = {
         alike: slot.node
@@ -100,7 +102,7 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
 
 
 def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:
-    """Return a mask of the options of a site with a spec.
+    """Return a mask of the options of site `site_name` under which its value has the spec `spec`.
 
     Raises:
         InvalidSpecError: no option has the spec.
@@ -122,8 +124,9 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
 
 
 def own_specs(site: Site) -> list[PartitionSpec]:
-    """Return the spec of a site's value under each strategy: of its first result, or of the value that leaves the
-    program.
+    """Return the spec of a site's value under each of its strategies.
+
+    The value is the first result of the site. For an output of the program it is the output.
     """
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 

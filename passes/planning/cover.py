@@ -1,4 +1,4 @@
-"""Report how a plan treats each operator: split or whole on every rank, and for how many seconds."""
+"""Report for each operator whether a plan splits its calls or runs them whole on every rank, and the seconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from passes.strategies.operator_names import operator_name
 
 
 def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:
-    """Return the calls of a program by operator and source line, the most expensive first.
+    """Return a summary of the calls of each operator and source line, the most expensive first.
 
     Args:
-        planning: the problem.
-        choice: one option per variable.
+        planning: the planning problem.
+        choice: the option of each variable.
     """
     reshards = _reshard_times(planning, choice)
     runs = planning.site_runs()
@@ -36,7 +36,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
 
 
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
-    """Seconds of resharding the operands of each site to the specs that it reads."""
+    """Return a dict from each site to the seconds of the reshards of its operands in a step."""
     space, times = planning.space, dict[str, float]()
     runs = planning.link_runs()
     for index, link in enumerate(space.links):

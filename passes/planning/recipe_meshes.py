@@ -1,4 +1,4 @@
-"""The meshes that a recipe fits, and the refusal of recipes that fit no mesh."""
+"""Find the meshes that a recipe fits, and refuse recipes that fit no mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.ir.recipe import Recipe, is_several
 from autoshard.ir.staged import PIPELINE_AXIS
 
 AXES = (PIPELINE_AXIS, "replica", "data", "expert", "context", "model")
-"""The axes of a recipe's mesh, the outermost first."""
+"""Names of the axes of a recipe's mesh, the outermost first."""
 
 _, REPLICA, DATA, EXPERT, CONTEXT, MODEL = AXES
 
@@ -24,33 +24,38 @@ FIELDS: Mapping[str, Sequence[str]] = {
     CONTEXT: ("context",),
     MODEL: ("tensor", "sequence_parallel", "expert_tensor"),
 }
-"""The recipe fields that decide the use of an axis. If all of them are free, the axis is free."""
+"""For each axis, the fields of `Recipe` that decide its use. If all of them are None, the search decides."""
 
 
 def restricts(recipe: Recipe, axis: str) -> bool:
-    """Whether a recipe decides the use of an axis."""
+    """Whether a recipe decides the use of an axis, because it gives one of the axis' fields."""
     return any(getattr(recipe, name) is not None for name in FIELDS.get(axis, ()))
 
 
 def names_axes_of(recipe: Recipe | None, meshes: Iterable[Mesh]) -> bool:
-    """Whether a recipe decides the use of any axis of some meshes."""
+    """Whether a recipe decides the use of some axis of some of `meshes`; False without a recipe."""
     return recipe is not None and any(restricts(recipe, axis) for mesh in meshes for axis in mesh.axis_names)
 
 
 def pipeline_ranks(mesh: Mesh) -> int:
-    """Number of ranks along the pipeline axis; 1 if the mesh has none."""
+    """Return the number of ranks along the axis "pipeline" of a mesh; 1 if the mesh has no such axis."""
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)
 
 
 def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """Return the meshes of `devices` devices that a recipe fits: one, or one for each size of its free axes.
+    """Return the meshes that a recipe fits: one mesh, or one for each possible size of the axes that it leaves open.
 
-    If `context` is free, it gets an axis only if no mesh is possible without it, because any free axis may split the
-    sequence. `pipeline` and `expert` get axes only if the recipe gives their sizes.
+    If the recipe leaves `context` open, the mesh has a "context" axis only if no mesh is possible without it. Other
+    open axes may split the sequence too. Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
+
+    Args:
+        recipe: the recipe.
+        devices: number of devices of each mesh.
+        per_node: number of devices in a node. Open sizes of `tensor` and `context` divide it.
 
     Raises:
-        RecipeError: no sizes of the free axes multiply to `devices`, or the recipe has a schedule without a pipeline.
-        NotAvailableError: the recipe has no program on any mesh.
+        RecipeError: no sizes of the open axes multiply to `devices`, or the recipe has a schedule without a pipeline.
+        NotAvailableError: the recipe has a field for which no program exists yet.
     """
     _refuse_without_program(recipe)
     _check_stages(recipe, recipe.pipeline or 1, "On a cluster give pipeline= too.")
@@ -73,7 +78,7 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
 
 
 def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], contexts: Sequence[int]) -> list[Mesh]:
-    """Return the meshes of a recipe with the given sizes of tensor and context axes."""
+    """Return the meshes that a recipe fits, with the sizes in `tensors` for tensor and in `contexts` for context."""
     found = []
     for tensor, context in product(tensors, contexts):
         data, rest = divmod(devices, (recipe.pipeline or 1) * tensor * context)
@@ -83,7 +88,11 @@ def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], conte
 
 
 def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """Return the mesh of the given sizes, without axes of one rank."""
+    """Return the mesh of a recipe with the given sizes, without axes of one rank.
+
+    Raises:
+        RecipeError: the size of ZeRO groups does not divide `data`.
+    """
     group = data if recipe.zero_group is None else recipe.zero_group
     if data % group:
         raise RecipeError(f"zero_group={group} must divide data={data}.")
@@ -100,7 +109,7 @@ def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
 
 
 def _refuse_without_program(recipe: Recipe) -> None:
-    """Refuse a recipe that restricts no specs on any mesh."""
+    """Raise `NotAvailableError` if a recipe has a field for which no program exists yet."""
     if said := recipe.without_program:
         raise NotAvailableError(
             f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
@@ -109,7 +118,10 @@ def _refuse_without_program(recipe: Recipe) -> None:
 
 
 def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
-    """Refuse a recipe whose fields for stages do not fit a pipeline of `ranks` ranks."""
+    """Raise `RecipeError` if a recipe's fields for stages do not fit a pipeline of `ranks` ranks.
+
+    `way_out` is the end of the message, with the user's options.
+    """
     try:
         replace(recipe, pipeline=ranks)
     except RecipeError as error:
@@ -117,11 +129,11 @@ def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
-    """Refuse a recipe that does not fit a mesh. Axes with other names are free.
+    """Check that a recipe fits a mesh. The search decides the use of axes whose names are not in `AXES`.
 
     Raises:
-        RecipeError: the mesh has other sizes, or the recipe leaves no use for an axis of another name.
-        NotAvailableError: the recipe has no program on any mesh.
+        RecipeError: the mesh has other sizes than the recipe, or the recipe leaves no use for an axis of another name.
+        NotAvailableError: the recipe has a field for which no program exists yet.
     """
     _refuse_without_program(recipe)
     sizes = dict(mesh.axes)

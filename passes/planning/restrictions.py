@@ -1,4 +1,6 @@
-"""Recipes as restrictions of the search: each mesh axis has a role, and a role allows some options of values.
+"""Restrict the search to a recipe: each mesh axis gets a role, which allows only some options of the search.
+
+The table says whether values are split or whole over an axis with a role. The search decides empty cells.
 
 | role | parameters at rest | in use | gradients | optimizer state | inputs | results of inputs |
 |---|---|---|---|---|---|---|
@@ -8,13 +10,13 @@
 | fsdp | split | whole: they are gathered | | split | split | split |
 | tensor | | split | | | | |
 
-The table is about one axis; other axes are free, and the search decides empty cells. A value is *used* by the calls of
-the forward that read it, or that read a view or fan-out of it. Inputs are split along the batch; over "context", along
-the sequence. A restriction skips a value that no option can split, for example because the dim does not divide.
+A parameter is *used* by the calls of the forward that read it, directly or through views and fan-outs. Inputs are split
+along the batch, and over the axis "context" along the sequence. A value that cannot be split as its role demands, for
+example because the dim does not divide, is not restricted.
 
 From the outermost, the axes of a recipe are "pipeline", "replica" (copies of ZeRO groups), "data", "expert", "context"
 and "model". Each stage of the pipeline has a program of its own. "expert" divides the experts among ranks of data
-parallelism; for other values it is one more axis of data parallelism. "model" is Megatron-LM's tensor parallelism. It
+parallelism. For other values it is one more axis of data parallelism. "model" is Megatron-LM's tensor parallelism. It
 splits matrices where they are used, and inputs are whole over it. With sequence parallelism, it splits results of
 normalisations along the sequence (Korthikanti et al., "Reducing activation recomputation in large transformer models",
 2022).
@@ -48,20 +50,22 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Use of a mesh axis: whether each kind of value is split over it. None lets the search decide.
+    """The role of a mesh axis. Each field for a kind of value says whether such values are split over the axis.
+
+    True: they are split. False: they are whole. None: the search decides.
 
     Args:
         parameters: parameters at rest.
-        matrices: parameters at rest of two dims or more.
+        matrices: parameters at rest that have two dims or more.
         uses: matrices where the forward uses them.
-        state: the optimizer's state.
-        gradients: gradients as soon as they are made.
-        inputs: inputs, along `dim`. Unsplit inputs are not split along another dim either.
+        state: optimizer state.
+        gradients: gradients of matrices as soon as they are made.
+        inputs: inputs of the program, along dim `dim`. If False, they are not split along any dim.
         results: values that the forward computes from inputs.
-        between: results of forward calls that read vectors and no matrix (norms), along the sequence, their last dim
-            but one.
-        dim: the dim of inputs: 0, the batch, or 1, the sequence.
-        experts: the use for matrices of experts, to which the fields above then do not apply; None: they apply.
+        between: results of forward calls that read vectors but no matrix, such as norms, along the sequence. The
+            sequence is their last dim but one.
+        dim: the dim along which inputs are split: 0 for the batch, 1 for the sequence.
+        experts: the use of the axis for matrices of experts, instead of the fields above. None: the fields above apply.
     """
 
     parameters: bool | None = None
@@ -77,7 +81,11 @@ class Role:
 
 
 class Experts(StrEnum):
-    """The use of an axis for the matrices of experts."""
+    """The use of a mesh axis for the matrices of experts.
+
+    SHARED_OUT: each rank has some of the experts. SPLIT: each rank has a part of every expert. WHOLE: each rank has all
+    experts whole. FREE: the search decides.
+    """
 
     SHARED_OUT = "shared out"
     SPLIT = "split"
@@ -86,7 +94,7 @@ class Experts(StrEnum):
 
     @property
     def is_split(self) -> bool | None:
-        """Whether a rank has a part of them; None: the search decides."""
+        """Whether the axis splits the matrices of experts; None: the search decides."""
         return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
@@ -101,18 +109,19 @@ _OF_ZERO: Mapping[int | None, Role] = {
     None: Role(uses=False),
     **dict(enumerate(ROLES[name] for name in ("data", "zero-1", "zero-2", "fsdp"))),
 }
-"""Role of an axis of data-parallel ranks, by `Recipe.zero`."""
+"""Role of an axis of data-parallel ranks, by the ZeRO stage of the recipe (`Recipe.zero`)."""
 
 MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Return the role of each mesh axis that a recipe restricts. An axis is free if the recipe gives none of its
-    fields.
+    """Return a dict from each mesh axis that a recipe restricts to the axis' role.
+
+    The dict lacks axes of size one, and axes of which the recipe gives no field (`recipe_meshes.FIELDS`).
 
     Raises:
         RecipeError: the mesh does not fit the recipe.
-        NotAvailableError: the recipe is not a restriction of specs.
+        NotAvailableError: the recipe has a field for which no program exists yet.
     """
     check_mesh(recipe, mesh)
     within = {None: Experts.FREE, 1: Experts.WHOLE}.get(recipe.expert_tensor, Experts.SPLIT)
@@ -129,11 +138,12 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
-    """Return the options that a recipe allows. A pipeline stage may lack the values that an axis splits.
+    """Return a dict from each variable that a recipe restricts to a mask of the options that the recipe allows.
 
     Raises:
-        RecipeError: see `roles_of`; also if no value of the program can be split as the recipe requires.
-        NotAvailableError: see `roles_of`.
+        RecipeError: the mesh does not fit the recipe, or the program has no value that the recipe can split over some
+            axis. A pipeline stage may lack values of a kind.
+        NotAvailableError: the recipe has a field for which no program exists yet.
     """
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
@@ -153,14 +163,17 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is that of a pipeline stage."""
+    """Whether a program is the program of a pipeline stage, with values that cross stages."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
 def restrict_all(
     planning: PlanningProblem, roles: Roles, within: Masks | None = None, *, of_stage: bool = False
 ) -> Masks | None:
-    """Return the options under which each axis has its role, or None if no options are left (`restrict`)."""
+    """Return masks of the options under which each axis of `roles` has its role, by variable.
+
+    The result is None if some axis can split no value as its role demands. The other arguments are those of `restrict`.
+    """
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
         masks = None if masks is None else restrict(planning, role, axis, masks, of_stage=of_stage)
@@ -175,11 +188,16 @@ def restrict(
     *,
     of_stage: bool = False,
 ) -> Masks | None:
-    """Return the options under which an axis has a role, or None if no value of the program can be split so.
+    """Return masks of the options under which an axis has a role, by variable.
+
+    The result is None if the role demands a split of a kind of value, and no value of this kind can be split.
 
     Args:
-        within: the options that other axes allow.
-        of_stage: allow programs without any of the values to split.
+        planning: the planning problem.
+        role: the role.
+        axis: the mesh axis.
+        within: masks of the options that the roles of other axes allow.
+        of_stage: whether the program may lack values of a kind that is to be split, as a pipeline stage may.
     """
     masks: Masks = dict(within or {})
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
@@ -205,7 +223,7 @@ def restrict(
 
 
 _Splits = Iterator[tuple[str, list[bool]]]
-"""Pairs of a site and, for each of its strategies, whether an axis splits the value."""
+"""Pairs of a site's name and a list that says for each of the site's strategies whether an axis splits the value."""
 
 
 def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str, without: Collection[str]) -> _Splits:
@@ -238,7 +256,7 @@ def _gradients(planning: PlanningProblem, axis: str, without: Collection[str]) -
 
 
 def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
-    """Inputs, split along `dim`; None: along any dim."""
+    """Yield for each input whether its strategies split it along `dim`; along any dim if `dim` is None."""
     for slot in _batch_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[slot.node].strategies]
         if dim is None:
@@ -248,8 +266,9 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Matrices of experts where they are used, split along experts or not. Experts that are divided are so at rest
-    too.
+    """Yield for each use of an expert's matrix whether the strategies of the reading call split it as `experts` says.
+
+    Experts that are shared out among ranks are shared out at rest too, so the matrices themselves are yielded then.
     """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
@@ -281,14 +300,15 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Return the inputs, including values that earlier stages compute from inputs."""
+    """Return the inputs of the program, including values of earlier pipeline stages that are computed from inputs."""
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Results of the forward that depend on inputs, split or partial.
+    """Yield for each result of the forward that depends on inputs whether its strategies use the axis.
 
-    Over an axis that splits sequences, these results are not split along the batch.
+    The axis is used if the result is split or partial over it. An axis that splits sequences (`dim` 1) must not split
+    a result with three or more dims along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -297,7 +317,7 @@ def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
 
 
 def _from_inputs(planning: PlanningProblem) -> list[str]:
-    """Return the calls of the forward whose results depend on inputs."""
+    """Return the names of the calls of the forward whose results depend on inputs, in program order."""
     space = planning.space
     found = {slot.node for slot in _batch_inputs(planning)}
     operands: dict[str, list[str]] = defaultdict(list)
@@ -310,7 +330,10 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """Results of forward calls that read vectors and no matrix, split along the sequence."""
+    """Yield for each forward call that reads a vector and no matrix whether its strategies split the sequence.
+
+    The sequence is the last dim but one of the call's result.
+    """
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):
@@ -321,14 +344,24 @@ def _between(planning: PlanningProblem, axis: str) -> _Splits:
 
 
 def users(planning: PlanningProblem) -> list[str]:
-    """Return the calls of the forward that read matrices."""
+    """Return the names of the calls of the forward that use matrices, and have results."""
     links = (link for slot in matrices(planning) for link in uses_of(planning, slot.node))
     heads = dict.fromkeys(link.head for link in links)
     return [head for head in heads if planning.space.sites[head].results]
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Keep the options of a site that split, or those that do not split; return False if there are none."""
+    """Restrict a site to the strategies that split its value (`split`), or to those that do not.
+
+    Return False, and restrict nothing, if no allowed strategy is left.
+
+    Args:
+        planning: the planning problem.
+        masks: the masks of allowed options, by variable, which are changed.
+        site: name of the site.
+        options: for each strategy of the site, whether it splits the value.
+        split: whether the value is to be split.
+    """
     mask = np.array(options) == split
     variable = planning.classes[site]
     both = mask & masks.get(variable, mask)
@@ -339,7 +372,7 @@ def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[
 
 
 def matrices(planning: PlanningProblem) -> list[InputSlot]:
-    """Return the parameters of two dims or more, or all parameters if there are none."""
+    """Return the parameters that have two dims or more, or all parameters if none has."""
     slots = planning.space.program.inputs_of(InputKind.PARAMETER)
     return [slot for slot in slots if _ndim(planning, slot) > 1] or list(slots)
 

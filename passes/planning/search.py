@@ -1,10 +1,11 @@
 """Search the cheapest choice of strategies that fits in memory.
 
-A small problem is first solved exactly without its memory limit. If that choice does not fit, or the problem is large,
-a search by duality follows (`dual_search`), which proves a bound of the gap.
+A small problem is first solved exactly, without its memory limit. If the found choice does not fit, or if the problem
+is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It finds a good choice, and proves how
+far its cost is from the optimum at most.
 
-A stopped search (`SearchControl`) returns the cheapest choice so far with the bound proven by then. If no choice fits
-yet, it returns one of small memory.
+A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound that is proven by then. If no
+choice fits yet, it looks for a choice that needs little memory.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from passes.solver.solve_milp import Effort, solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 EXACT_PAIRS = 20_000
-"""Pairs of options over all edges up to which a problem is small."""
+"""A problem is small if the pairs of options of all its edges together are at most this many."""
 
 _EXACTLY = Effort(1e-9, 1e6)
-"""Effort of exact search before duality takes over: 50 nodes of the largest small problem."""
+"""Effort of the exact search before the search by duality takes over: 50 nodes of the largest small problem."""
 
 
 class Searchable(Protocol):
-    """A problem to search: a `PlanningProblem` or a `RecomputeProblem`."""
+    """The interface of problems that can be searched: `PlanningProblem` and `RecomputeProblem`."""
 
     @property
     def space(self) -> SearchSpace:
@@ -55,24 +56,26 @@ class Searchable(Protocol):
         ...
 
     def usage(self, choice: Sequence[int], /) -> np.ndarray:
-        """Bytes in use on each rank at every program point."""
+        """Return the bytes in use on each rank under a choice, [program points]."""
         ...
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use at one program point, as a function of the choice."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """The search under a memory limit.
+    """The search for the cheapest choice under a memory limit.
 
     Args:
-        memory_limit_bytes: per rank; None: no limit.
-        tolerance, max_rounds: see `DualSearch`.
-        is_thorough: continue the search of a large problem after a choice fits, see `DualSearch`.
-        fineness: fraction of the tolerance above which the choices seen are combined if memory binds.
-        says_smallest: name a sufficient limit in the error, even if it is proven that no choice fits.
+        memory_limit_bytes: limit of each rank's peak memory, in bytes; None: no limit.
+        tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
+        max_rounds: greatest number of rounds of message passing (`DualSearch`).
+        is_thorough: continue the search of a large problem after a choice fits (`DualSearch.presses`).
+        fineness: if memory is scarce, a thorough search combines the choices that it has seen. It does so while the
+            relative gap exceeds this fraction of `tolerance`.
+        says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
         control: is told the progress, and may stop the search.
     """
 
@@ -90,15 +93,15 @@ class Search:
         allowed: Mapping[int, np.ndarray] | None = None,
         start: Sequence[Solution] = (),
     ) -> Solution:
-        """Return a cheapest choice that fits.
+        """Return the cheapest choice found that fits, with its cost and a lower bound of all costs.
 
         Args:
             planning: the problem.
-            allowed: variable to a mask of its options; absent variables are free.
-            start: solutions that fit and are allowed; the result is no worse.
+            allowed: mask of the allowed options, by variable. All options of other variables are allowed.
+            start: solutions that fit and are allowed. The result is no worse.
 
         Raises:
-            DoesNotFitError: no choice that fits was found. The message names a sufficient limit if one is known.
+            DoesNotFitError: no choice that fits was found. The message names a sufficient memory limit if one is known.
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
@@ -108,7 +111,7 @@ class Search:
         return self._at_once(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Search a large problem: near-optimal, with a proven bound."""
+        """Search a large problem by Lagrangian duality, and return a good choice that fits, with a proven bound."""
 
         @cache
         def frugal() -> Sequence[int]:
@@ -126,7 +129,7 @@ class Search:
         return solution
 
     def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Return the optimum without the memory limit if it fits and is soon found; else search by duality."""
+        """Return the optimum without the memory limit if it is found soon and fits; otherwise search by duality."""
         with suppress(TimeoutError):
             solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
             if solution is None:
@@ -136,11 +139,11 @@ class Search:
         return self._by_duals(planning, problem, start)
 
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
-        """Return the error of a search that found no choice within its limit.
+        """Return the error to raise if the search found no choice within its memory limit.
 
         Args:
             planning: the problem.
-            least: sufficient bytes; None if unknown.
+            least: a sufficient limit of each rank's memory, in bytes; None if no such limit is known.
         """
         limit = self.memory_limit_bytes or 0
         if least is None:
@@ -156,11 +159,14 @@ class Search:
 
 
 _PASSES = 16
-"""Number of message passes to the first bound."""
+"""Number of rounds of message passing in `first_bound`."""
 
 
 def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
-    """A lower bound of the cost of every choice at any memory, seconds, proven by message passes."""
+    """Return a lower bound, in seconds, of the cost of every choice of allowed options, whatever memory it needs.
+
+    Message passing proves the bound (`passes.solver.messages`).
+    """
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
 
@@ -169,7 +175,10 @@ def _pairs(problem: Assignment) -> int:
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
-    """Return the problem with only the options that masks allow; absent variables are free."""
+    """Return the problem with infinite costs for the options that are not allowed.
+
+    `allowed` has a mask of the options of each restricted variable. Other variables stay as they are.
+    """
     costs = list(problem.costs)
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)
@@ -187,7 +196,7 @@ def _largest(planning: Searchable) -> str:
 
 
 def _title(site: Site, slots: Mapping[str, str]) -> str:
-    """A tensor's name in words of the user: a parameter, an input, or the result of a line of the model."""
+    """Return a tensor's name for the user: a parameter's or input's name, or the line of the model that makes it."""
     if site.node is None or site.name in slots:
         return slots.get(site.name, site.name)
     source = site.node.meta.get("source")

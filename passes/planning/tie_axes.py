@@ -1,10 +1,10 @@
-"""Tie mesh axes that choose alike, if a search over single axes would take too long.
+"""Tie mesh axes to groups that make the same choice, if a search over single axes would take too long.
 
-A call has as many strategies as one axis has choices, to the power of the number of axes. A link has the square of this
-number of pairs: on 2x2x2x2 a transformer of two layers has 202,000 strategies. So on a mesh of three axes and more, the
-outermost axes are tied, as few as the time allows. The axes of a group split the same factor, or none, in the order of
-the mesh. Two groups always stay, and the inner axis is one of them, because known recipes use it differently. Plans of
-the tied problem are plans of the mesh at the same prices.
+If one axis has c choices for a call, a mesh of n axes has up to c ** n strategies for it. A link has the square of this
+number of pairs. On a mesh of 2x2x2x2, a transformer of two layers has 202,000 strategies. So on a mesh of three or more
+axes, the outermost axes are tied, as few as the time allows. The axes of a group split the same factor, or none, in the
+order of the mesh. At least two groups stay, and the innermost axis is one of them, because known recipes use it
+differently. Every plan of the tied problem is also a plan of the single axes, at the same price.
 
 Axes are not tied if constraints, the plan before, or a recipe use them differently.
 """
@@ -25,13 +25,14 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSp
 _LOGGER = logging.getLogger(__name__)
 
 _STRATEGY_S, _PAIR_S = 2.5e-4, 1e-6
-"""Seconds of building and searching for each strategy of each site, and for each pair of strategies of each link.
+"""Seconds to build and search the problem, for each strategy of each site and for each pair of strategies of each link.
+
 Both are twice the figures of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2,
 and over 150 s on 2x2x2x2.
 """
 
 _GROUPS = 2
-"""Number of groups that always stay."""
+"""Least number of groups of axes."""
 
 Group = tuple[str, ...]
 Groups = tuple[Group, ...]
@@ -40,13 +41,13 @@ Groups = tuple[Group, ...]
 def space_in_time(
     enumerate_strategies: EnumerateStrategies, program: Program, levels: Sequence[Groups], time_budget_s: float
 ) -> SearchSpace:
-    """Return the search space of a program with as few tied axes as the time allows.
+    """Return the search space of a program in which as few axes are tied as the time allows.
 
     Args:
-        enumerate_strategies: the enumeration of single axes.
+        enumerate_strategies: the pass that builds the search space of single axes.
         program: the prepared program.
-        levels: the possible groups, see `tied_levels`.
-        time_budget_s: for all of planning.
+        levels: the possible groups of axes, from single axes to the fewest groups (`tied_levels`).
+        time_budget_s: seconds for all of planning.
     """
     mesh = enumerate_strategies.mesh
     coarsest = enumerate_strategies.tied(levels[-1])(program)
@@ -73,11 +74,15 @@ def _warn(mesh: Mesh, groups: Groups, seconds: float, time_budget_s: float) -> N
 def tied_levels(
     mesh: Mesh, constraints: Iterable[PartitionSpec] = (), before: Plan | None = None, recipe: Recipe | None = None
 ) -> list[Groups]:
-    """Return the possible groups of axes, from single axes to the fewest groups; the outermost axes are tied first.
+    """Return the possible ways to group the axes of a mesh, from single axes to the fewest groups.
+
+    Each way joins two neighbouring groups of the way before, the outermost possible ones.
 
     Args:
-        mesh: the mesh; two axes are not tied.
-        constraints, before, recipe: may use axes differently.
+        mesh: the mesh. If it has one or two axes, the only way is single axes.
+        constraints: specs of the user. Axes that a spec uses differently are not joined.
+        before: a plan whose specs are treated as constraints.
+        recipe: a recipe. If it decides the use of some axis, no axes are joined.
     """
     groups: Groups = tuple((axis,) for axis in mesh.axis_names)
     levels: list[Groups] = [groups]
@@ -92,7 +97,7 @@ def tied_levels(
 
 
 def estimated_s(space: SearchSpace, power: float) -> float:
-    """Seconds of planning if a space had `power` times as many groups of axes."""
+    """Return the estimated seconds of planning, if there were `power` times as many groups of axes as in `space`."""
     counts = {name: len(site.strategies) ** power for name, site in space.sites.items()}
     pairs = sum(counts[link.tail] * counts[link.head] for link in space.links)
     return _STRATEGY_S * sum(counts.values()) + _PAIR_S * pairs
@@ -105,7 +110,7 @@ def _specs_of(plan: Plan) -> Iterator[PartitionSpec]:
 
 
 def _are_alike(group: Group, specs: Sequence[PartitionSpec]) -> bool:
-    """Whether specs use all axes of a group alike, in their order."""
+    """Whether each spec uses all axes of a group in the same way, and in the order of the group."""
     for spec in specs:
         uses = {(spec.dim_of(axis), spec.reduction_over(axis)) for axis in group}
         if len(uses) > 1:

@@ -1,1 +1,1 @@
-"""Predictions of the cost models for a plan, and the names of its layouts."""
+"""Predict the step time and memory of a lowered plan with the cost models, and name its layouts (ZeRO-3, split)."""

@@ -1,4 +1,4 @@
-"""The assumed imbalance between experts on different ranks."""
+"""Estimate the imbalance between the expert-parallel ranks of a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from passes.planning.build_assignment import PlanningProblem
 
 
 def expert_load(planning: PlanningProblem, choice: Sequence[int]) -> float | None:
-    """Rows of the busiest expert-parallel rank, in multiples of the mean; None if no experts are split."""
+    """Return the rows of the busiest expert-parallel rank divided by the mean; None if no experts are split over ranks.
+
+    `cost_models.experts.busiest_rows` assumes how tokens choose experts. If layers of experts differ, the most uneven
+    layer counts.
+    """
     mesh, found = planning.space.mesh, []
     for name, site in planning.space.sites.items():
         if site.node is None or site.node.target is not experts:

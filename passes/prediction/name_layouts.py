@@ -1,6 +1,6 @@
-"""Names the layout of a parameter, its gradient and its optimizer state in the field's words.
+"""Name the layout of a parameter, its gradient and its optimizer state in the field's words.
 
-An axis of the mesh is, for one parameter,
+For one parameter, an axis of the mesh is
 
 * *ZeRO-3* (fully sharded) if it splits the parameter, and the forward gathers it over the axis;
 * *split* if it splits the parameter, and the forward uses the pieces (tensor or expert parallel);
@@ -29,7 +29,13 @@ _ORDER = (_ZERO_3, _ZERO_2, _ZERO_1, _SPLIT, _COPIED)
 
 
 def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: InputSlot) -> ParameterPlan:
-    """The layout of a parameter, its gradient and its state under a choice."""
+    """Return the specs of a parameter, its gradient and its state under a choice, and the layout in words.
+
+    Args:
+        planning: the planning problem.
+        choice: one option for each variable.
+        slot: the parameter.
+    """
     space = planning.space
     spec = planning.strategy(slot.node, choice).outputs[0]
     value = space.sites[slot.node].results[0]
@@ -65,7 +71,7 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
 
 
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
-    """The axes over which a parameter is gathered, through fan-outs and views, before the forward's calls."""
+    """Return the mesh axes over which the forward gathers a parameter before its calls use the parameter."""
     found: set[str] = set()
     for link in forward_links(planning, parameter):
         before = planning.strategy(link.tail, choice).outputs[link.result]

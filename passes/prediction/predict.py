@@ -1,8 +1,9 @@
-"""Predicts the step time and the peak memory of one choice, each with its parts.
+"""Predict the step time and the peak memory of a plan without pipeline stages, each with its parts.
 
-`walk_program` reads the step off the lowered program. `cost_models.streams` simulates this step for one rank; all ranks
-run in lockstep. The program may have fused kernels, and may hold only some of many equal blocks. Computation overlaps
-with collectives that the program starts early and waits for late, if the cluster allows overlap (`overlap_of`).
+`walk_program` reads the step off the lowered program. `cost_models.streams` simulates this step for one rank, because
+all ranks run in lockstep. The program may have fused kernels, and may contain only some of many equal blocks.
+Computation overlaps with collectives that the program starts early and waits for late, if the cluster allows overlap
+(`overlap_of`).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def predict(
     *,
     dispatch: str = "eager",
 ) -> Prediction:
-    """Predicted step time, peak memory and their parts, per rank.
+    """Return the predicted step time and peak memory of a rank, with their parts.
 
     Args:
-        planning: the problem.
-        choice: one option per variable.
+        planning: the planning problem.
+        choice: one option for each variable.
         walked: the step as read off the lowered program of the choice.
-        memory: the memory of the choice.
-        kernels: the fused kernels in the step. `memory` is the memory of the program without them.
-        dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
+        memory: the peak memory of the choice, in the program without fused kernels.
+        kernels: the fused kernels in the step.
+        dispatch: how the host issues operators ("eager", "graph"; `cost_models.device.Device.dispatch`).
     """
     cluster, micro_batches = planning.prices.cluster, planning.liveness.micro_batches
     dispatch_s = cluster.device.dispatch(dispatch)
@@ -74,7 +75,11 @@ def predict(
 
 
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
-    """Parts of the step: computation by phase, copies of reshards, communication that is waited for, the host."""
+    """Return the parts of the step by name, in seconds.
+
+    The parts are computation by phase, copies of reshards, communication over each axis that computation waits for, and
+    waiting for the host.
+    """
     phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
     parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)
@@ -85,13 +90,13 @@ def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float
 
 
 def trace_of(line: Timeline) -> Trace:
-    """Convert a simulated timeline to a plan's trace."""
+    """Convert a simulated timeline to the trace that a plan contains."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
 
 
 def _tokens(planning: PlanningProblem) -> int:
-    """Elements of the first integer input."""
+    """Return the number of elements of the first integer input; 0 if there is none."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
         if not value.dtype.is_floating_point and value.shape:

@@ -1,8 +1,9 @@
-"""Predicts a pipeline's step: its stages' lowered programs, run in the order of the step.
+"""Predict the step time and memory of a pipeline, from its stages' lowered programs and its schedule.
 
-Each phase of a stage takes its walked time (`walk_program`). Each value that crosses ranks takes the time of its bytes
-between two neighbours. The order is run with these times (`cost_models.order_times`), and each rank's memory is walked
-in it (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
+The time of each phase of a stage is read off its lowered program (`walk_program`). Each value that crosses ranks takes
+the time of its bytes over a link between two ranks. The schedule is simulated with these times
+(`cost_models.order_times`). Each rank's memory follows from the same schedule (`passes.memory.pipeline_memory`). The
+parts of the step time are means over ranks. The predicted memory is that of the fullest rank.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ _WORKS = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
-    """The prediction of a step, and those of its stages' plans: own busy time, and the rank's memory."""
+    """The prediction of a pipeline's step.
+
+    Args:
+        whole: prediction of the whole step.
+        stages: prediction of each stage's plan; its step time is the stage's own busy time, its memory is the rank's.
+        memory: memory of each rank.
+    """
 
     whole: Prediction
     stages: tuple[Prediction, ...]
@@ -54,8 +61,13 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """A stage: its phases' simulated times, the number of runs of each, and a rank's sent bytes in a step by mesh
-    axis.
+    """The times of one stage.
+
+    Args:
+        phases: name of a phase to its simulated times.
+        runs: name of a phase to its number of runs in a step; absent phases run once.
+        sent_bytes: mesh axis to the bytes that a rank sends over it in a step.
+        launches: number of kernel launches in a step.
     """
 
     phases: Mapping[str, StreamTimes]
@@ -68,13 +80,13 @@ class _Walked:
 
 
 def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, clips_norm: bool) -> PipelinePrediction:
-    """Predict step time and peak memory of a step in stages, with their parts.
+    """Predict step time and peak memory of a pipeline's step, with their parts.
 
     Args:
-        staged: the lowered stages and the order.
-        mesh: all axes, the pipeline's included.
+        staged: the lowered stages, and the order of each rank's tasks.
+        mesh: the whole mesh, with the pipeline's axis.
         cluster: the hardware.
-        clips_norm: gradients are clipped to a norm over all stages.
+        clips_norm: whether gradients are clipped to a norm over all stages.
     """
     order = staged.order
     alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by forward and number of runs
@@ -125,7 +137,10 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """The actions of each rank in the form of `cost_models`. Transfers follow from the values that cross ranks."""
+    """Return the actions of each rank as arrays for `cost_models.schedule_orders`, without transfers.
+
+    A row is (stage, kind of action, micro-batch, 0).
+    """
     return [
         np.array(
             [
@@ -158,12 +173,12 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """A backward behind which gradients are added up, for so many seconds in the mean."""
+    """Return a backward followed by the addition of gradients to their sums, which takes `seconds` on average."""
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """Number of runs of a stage's phases; phases not listed run once."""
+    """Return how often each phase of a stage runs in a step; absent phases run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 
@@ -173,7 +188,10 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Seconds of each value between two ranks, over the network where those of any pipeline are in two nodes."""
+    """Return the seconds that each value takes between two ranks.
+
+    If the two ranks of any of the parallel pipelines are in different nodes, the value crosses the network.
+    """
     found: dict[Transfer, float] = {}
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
     for item in staged.crossings:
@@ -186,7 +204,7 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
 
 
 def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool:
-    """Whether ranks at both places of the pipeline, with equal other coordinates, are always in the same node."""
+    """Whether the ranks of two pipeline positions are in the same node, in each of the parallel pipelines."""
     axes = mesh.axis_names
     stride = math.prod(mesh.shape[axes.index(PIPELINE_AXIS) + 1 :])
     span = stride * mesh.axis_size(PIPELINE_AXIS)
@@ -198,7 +216,7 @@ def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
-    """The parts of the stages' own time, summed over stages."""
+    """Return the parts of the stages' busy time by name, in seconds, summed over stages."""
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
@@ -213,7 +231,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
 
 
 def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """The parts of the step, averaged over ranks; they sum to the step."""
+    """Return the parts of the step by name, in seconds, averaged over ranks. Their sum is the step time."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
@@ -228,7 +246,7 @@ def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
 
 
 def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
-    """Bytes of the busiest sender, by mesh axis."""
+    """Return, for each mesh axis, the bytes that the busiest sender over this axis sends in a step."""
     order = staged.order
     found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
     for rank, item in zip(order.stage_ranks, walked, strict=True):
@@ -243,7 +261,7 @@ def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, f
 
 
 def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
-    """Elements of the first integer input of a step, per second."""
+    """Return the number of elements of a step's first integer input, divided by the step time; None without one."""
     crossing = {item.name for item in staged.crossings}
     slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
     for slot in slots:
@@ -254,7 +272,10 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """The utilisation of all ranks, from that of each stage in its own plan's step. A stage may have no products."""
+    """Return the utilisation (MFU or HFU) of all ranks in a step of `total_s` seconds; None if no stage has any.
+
+    `shares` has the utilisation of each stage in its own plan's step; None for a stage without matrix products.
+    """
     if total_s <= 0 or all(share is None for share in shares):
         return None
     plans = [stage.plan.predicted.step_time_s for stage in staged.stages]

@@ -1,13 +1,16 @@
-"""Repeats the unit that stands for blocks left out of a lowered program, in the order of a phase.
+"""Repeat the events of the unit that stands for left-out blocks, in the order in which the whole program runs them.
 
-Calls of the program's four units run one unit after the other. These calls are *anchors*, and cut a phase into regions,
-each up to the last anchor of a unit. Passes move other events: a gather of unit b may start in the region of the unit
-before b. In the whole program the second copy of that gather starts in the region of the first copy of b. So
+A lowered program may contain only four of many equal units of blocks. One of these, unit b, stands for the left-out
+units too (`passes.strategies.repeated`). An event is a call, the start of a collective, or a wait. Calls of the four
+units run one unit after the other. These calls are *anchors*, and cut a phase into regions. Each region ends with the
+last anchor of its unit. Passes have moved other events: a gather of unit b may start in the region of the unit before
+b. In the whole program, the gather of the second copy of b then starts in the region of the first copy. So
 
-1. every event of b is in some region, at a distance in regions from b's own, its shift;
-2. copy i is at that shift from the region of copy i, after as many anchors of that region;
-3. events of earlier units in b's region go to the region of the first copy, events of later units to the last;
-4. copies of an event far from b, or ahead of all anchors or after them, follow each other at its place.
+1. Each event of b has a shift: the number of regions from b's own region to the event.
+2. Copy i of the event has the same shift from the region of copy i of b, behind the same share of anchors there.
+3. In b's region, events of units that run before b go to the region of the first copy. Events of units that run after b
+   go to the region of the last copy.
+4. If an event is far from b's region, before all anchors or after all anchors, its copies follow each other in place.
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ from passes.strategies.local_units import UnitSpot
 from passes.strategies.repeated import BEHIND
 
 _FARTHEST = 2
-"""Most regions between an event and its unit: two units are ahead of the gap, and two behind it."""
+"""The largest shift, because the program has only two units before the left-out units and two behind them."""
 
 
 class Event(Protocol):
-    """An event in a phase."""
+    """An event in a phase: a call, the start of a collective, or a wait."""
 
     @property
     def spot(self) -> UnitSpot | None:
-        """The unit of the event."""
+        """The unit of repeated blocks that the event belongs to; None outside of all units."""
         ...
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the event keeps the order of its unit."""
+        """Whether the event is a call that passes do not move out of its unit's region."""
         ...
 
 
@@ -45,11 +48,11 @@ _Copy = tuple[_Event, int]
 
 
 def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_Event]]:
-    """The events of the whole phase, in order.
+    """Return the events of a phase of the whole program, in order, each with the number of its copy.
 
     Args:
-        events: events of the phase without the missing units, in order.
-        left_out: number of units that each repeat leaves out.
+        events: events of the phase in the lowered program, without left-out units, in order.
+        left_out: number of left-out units of each repeat.
     """
     found = [(event, 0) for event in events]
     for repeat, count in enumerate(left_out):
@@ -58,19 +61,20 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
 
 
 _Key = tuple[int, int, int]
-"""Region, copy of the region's unit, and number of anchors of the region ahead."""
+"""A sort key of events: region, number of the copy of b if it is b's region, and number of the region's anchors passed.
+"""
 
 
 @dataclass(slots=True)
 class _Unfolding(Generic[_Event]):
-    """One repeat.
+    """Repeats the events of unit b of one repeat.
 
     Args:
-        repeat: its number.
-        copies: number of units that b stands for.
+        repeat: number of the repeat.
+        copies: number of units that b stands for, itself included.
         events: all events of the phase.
         units: the unit of each region.
-        anchors: the places of the anchors of each region.
+        anchors: indices in `events` of the anchors of each region.
     """
 
     repeat: int
@@ -90,7 +94,7 @@ class _Unfolding(Generic[_Event]):
         return event.spot.unit if event.spot is not None and event.spot.repeat == self.repeat else None
 
     def run(self) -> list[_Copy[_Event]]:
-        """The events in order, with the copies of b's events."""
+        """Return the events in order, with all copies of b's events."""
         lasts = [run[-1] for run in self.anchors]
         keyed: list[tuple[_Key, int, int, _Copy[_Event]]] = []
         for place, (event, copy) in enumerate(self.events):
@@ -106,18 +110,21 @@ class _Unfolding(Generic[_Event]):
         return [item for *_, item in keyed]
 
     def _once(self, region: int, passed: int, unit: int | None) -> _Key:
-        """The place of an event outside b."""
+        """Return the sort key of an event that is not of b, given its region, passed anchors and unit."""
         if region >= len(self.units) or self.units[region] != BEHIND:
             return region, 0, passed
         is_behind = region + 1 < len(self.units) and unit is not None and self._is_behind(region, unit)
         return region, self.copies if is_behind else 1, passed
 
     def _is_behind(self, region: int, unit: int) -> bool:
-        """Whether a unit runs after b around b's region; units run in the order of their numbers or in reverse."""
+        """Whether `unit` runs after b in this phase, where `region` is b's.
+
+        Units run in the order of their numbers, or in reverse as in a backward.
+        """
         return (unit > BEHIND) == (self.units[region + 1] > BEHIND)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:
-        """The places of the copies of an event of b."""
+        """Yield the sort key of each copy of an event of b, given the event's region and passed anchors."""
         own = min(
             (number for number, unit in enumerate(self.units) if unit == BEHIND),
             key=lambda number: abs(number - region),

@@ -1,4 +1,4 @@
-"""How much of the hardware's arithmetic a step uses: FLOPs of products and attention, the model's and each rank's."""
+"""Find MFU and HFU, the share of the hardware's peak that a step uses, from the FLOPs of products and attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from passes.strategies.operator_names import dtype_name, operator_name
 class _Contraction:
     """Equal calls of a matrix product or of attention.
 
-    `peak_s` is the time of all these calls together on one device at its peak. Recomputed calls are left out.
+    Args:
+        site: name of one of the calls.
+        calls: number of calls in the whole model, with recomputed calls.
+        operator: name of the operator in `cost_models.operators`.
+        operands: shapes and types of the operands.
+        arguments: the call's arguments, with None for tensors.
+        peak_s: seconds of all calls together on one device at its peak, without recomputed calls.
     """
 
     site: str
@@ -44,14 +50,17 @@ class Utilisation:
     local_s: float
 
     def shares(self, step_time_s: float) -> tuple[float | None, float | None]:
-        """MFU and HFU, model and hardware FLOPs utilisation, of a step of this time; None if there is no product."""
+        """Return MFU and HFU (model and hardware FLOPs utilisation) of a step of this time; None without products."""
         if self.model_s <= 0 or step_time_s <= 0:
             return None, None
         return self.model_s / step_time_s, self.local_s / step_time_s
 
 
 def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation:
-    """Return the seconds at peak of a step under the shardings of `choice`. Each dtype has a peak of its own."""
+    """Return the seconds that a step's FLOPs take at the device's peak, under the strategies of `choice`.
+
+    Each dtype has a peak of its own.
+    """
     if "contractions" not in planning.derived:
         planning.derived["contractions"] = _find_contractions(planning)
     contractions: Sequence[_Contraction] = planning.derived["contractions"]
@@ -81,7 +90,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
 
 
 def _local_s(planning: PlanningProblem, choice: Sequence[int], item: _Contraction) -> float:
-    """Seconds at peak of the FLOPs that one rank runs for these calls."""
+    """Return the seconds that the FLOPs of one rank for these calls take at the device's peak."""
     mesh, strategy = planning.space.mesh, planning.strategy(item.site, choice)
     results = planning.space.sites[item.site].results
     inputs = [s.local_shape(v.shape, mesh) for v, s in zip(item.operands, strategy.inputs, strict=True)]

@@ -1,11 +1,12 @@
-"""Reads the step of one rank off its lowered program, as segments for `cost_models.streams`.
+"""Read the step of one rank off its lowered program, as segments for the simulation in `cost_models.streams`.
 
-Nodes run at their places. Calls run one after the other. A collective starts at its place, once the links of its group
-are free. (Its stream is "network" if groups span nodes, else "node".) At its wait, computation pauses until it is done,
-as it does while a call exchanges rows. So any pass over lowered programs is priced by walking the result.
+Nodes run in the order of the graph, and calls run one after the other. A collective starts at its node, once the links
+of its group are free. Its stream is "network" if groups span nodes, else "node". At the node that waits for the
+collective, computation pauses until the collective is done. Computation also pauses while a call exchanges rows between
+ranks (`autoshard.kernels.exchange`). So any pass over lowered programs is priced by a walk through its result.
 
-With micro-batches, forward and backward run once for each. The update and the hoisted phase run once. In between, the
-gradients of each micro-batch but the first are added to a sum, which is read and written.
+Forward and backward run once for each micro-batch. The hoisted phase and the update run once. Before the update, the
+gradients of each micro-batch but the first are added to sums, which are read and written.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class WalkedStep:
     """A step, read off its lowered program.
 
     Args:
-        segments: its phases, in running order.
-        sent_bytes: bytes that a rank sends over each mesh axis.
-        adding_s: seconds of adding the gradients of one micro-batch to the sum.
+        segments: the phases in the order in which they run; forward and backward occur once for each micro-batch.
+        sent_bytes: mesh axis to the bytes that a rank sends over it in a step.
+        adding_s: seconds to add the gradients of one micro-batch to their sums.
     """
 
     segments: tuple[Segment, ...]
@@ -56,12 +57,12 @@ class WalkedStep:
 
 
 def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int = 1) -> WalkedStep:
-    """Walk the step of a lowered program.
+    """Walk through a lowered program; return its step.
 
     Args:
-        phased: the program. Units that it leaves out run like the unit that stands for them.
-        prices: prices of its nodes.
-        micro_batches: micro-batches of a step; the program is that of one.
+        phased: the program of one micro-batch. Units that it leaves out run like the unit that stands for them.
+        prices: prices of the program's nodes.
+        micro_batches: micro-batches of a step.
     """
     units = LocalUnits.of(phased.lowered)
     written = {name: _PhaseWalk(name, prices, units).segment(phase.graph) for name, phase in phased.phases.items()}
@@ -73,7 +74,7 @@ def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int =
 
 
 def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_batches: int) -> dict[str, float]:
-    """Bytes that a rank sends over each mesh axis in a step."""
+    """Return the bytes that a rank sends in a step, by mesh axis."""
     found = defaultdict[str, float](float)
     for name, phase in phased.phases.items():
         times = micro_batches if name in ("forward", "backward") else 1
@@ -85,7 +86,10 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """The additions of all micro-batches' gradients to those of the first; none for one micro-batch."""
+    """Return a segment that adds the gradients of all later micro-batches to those of the first.
+
+    The list is empty for one micro-batch.
+    """
     more = micro_batches - 1
     if not more or not adding_s:
         return []
@@ -93,26 +97,29 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
 
 
 def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
-    """Seconds to add the gradients that one backward carries into the update to sums."""
+    """Return the seconds to add the gradients of one backward to their sums."""
     sizes = zip(carried_nodes(phased), carried_bytes(phased), strict=True)
     return sum(units.count(node) * accumulation_time(size, device) for node, size in sizes)
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:
-    """The stream of messages over some mesh axes; communicators share their links."""
+    """Return the stream of collectives over these mesh axes, "network" or "node".
+
+    Collectives on one stream share its links, so they run one after the other.
+    """
     return NETWORK if cluster.group_links(mesh_axes, axes).nodes > 1 else NODE
 
 
 class _Walked(NamedTuple):
-    """An event of a node.
+    """An event of a node: computation, the start of a collective, or a wait. A node may have several events.
 
     Args:
         node: the node.
-        spot: its unit of repeated blocks.
+        spot: the unit of repeated blocks that the node belongs to; None outside of all units.
         seconds: seconds of computation.
-        begins: whether it starts a collective, or an exchange of rows.
-        awaited: the collective that it waits for.
-        is_anchor: whether it keeps its place in the unit (`passes.prediction.unfold_units`).
+        begins: whether the event starts a collective, or an exchange of rows.
+        awaited: the collective that the event waits for.
+        is_anchor: whether the event is a call that stays in its unit's region (`passes.prediction.unfold_units`).
     """
 
     node: fx.Node
@@ -125,7 +132,15 @@ class _Walked(NamedTuple):
 
 @dataclass(slots=True)
 class _PhaseWalk:
-    """One phase under construction; `begun` has the operation of each copy of a node's collective."""
+    """One phase under construction.
+
+    Args:
+        name: name of the phase.
+        prices: prices of nodes.
+        units: the units of repeated blocks.
+        ops: the operations so far, in order.
+        begun: node of a collective to the index in `ops` of each of its copies, by the number of the copy.
+    """
 
     name: str
     prices: NodePrices
@@ -160,7 +175,7 @@ class _PhaseWalk:
             yield _Walked(node, spot, awaited=_collective_behind(node))
 
     def _whole_s(self, node: fx.Node, seconds: float) -> float:
-        """Seconds of a call on a bucket as large as in the whole program."""
+        """Return the seconds of a call if its bucket is as large as in the whole program, with all left-out units."""
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
         return latency_s + whole_size(node, seconds - latency_s)
 
@@ -171,7 +186,7 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether a copy of a wait is there: a bucket with members of several units is waited for once."""
+        """Whether the whole program has this copy of a wait. A bucket of several units is waited for only once."""
         share = 1 / whole_size(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
@@ -192,14 +207,14 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _label(node: fx.Node) -> str:
-    """Label of a node's time."""
+    """Return the label under which a node's time is reported, e.g. its phase."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)
 
 
 def _collective_behind(wait: fx.Node) -> fx.Node:
-    """The collective that a node waits for."""
+    """Return the collective that a node waits for."""
     node = wait.all_input_nodes[0]
     while not is_collective(node):
         node = node.all_input_nodes[0]

@@ -1,1 +1,1 @@
-"""Brings a traced program into the form that planning expects."""
+"""Bring a traced program into the canonical form that planning expects, and cut it into pipeline stages."""

@@ -1,14 +1,15 @@
-"""Assigns each node of a traced training step to a stage of a pipeline.
+"""Assign each node of a traced training step to a stage of a pipeline.
 
-1. Values computed from inputs and buffers alone (masks, rotary tables) belong to no stage. Each stage computes the
-   values that it reads.
-2. All other calls of the forward, in program order, are cut into consecutive runs. Cuts lie between blocks (modules
-   with a number in their path), where the fewest bytes cross, and make the longest stage as short as possible. If a
-   plan gives the cuts, or parameters have stages already, the cuts follow them.
-3. A parameter belongs to the first stage that reads it. Values computed from parameters alone go with their readers.
-4. A call of the backward belongs to the stage of its gradients, until it reads a forward value that this stage lacks.
-   It then belongs to the stage of that value. So the backward goes down the stages as the forward went up. Calls whose
-   result only earlier stages read move there if their operands go there anyway.
+1. Values computed from inputs and buffers alone (masks, rotary tables) belong to no stage. Each stage computes those
+   that it reads.
+2. All other calls of the forward, in program order, are cut into consecutive runs, one for each stage. Cuts lie between
+   blocks (modules with a number in their path), where the fewest bytes cross. They make the longest stage as short as
+   possible. If a plan gives the cuts, or if parameters have stages already, the cuts follow these.
+3. A parameter belongs to the first stage that reads it. Values computed from parameters alone belong to the first stage
+   that reads them.
+4. A call of the backward belongs to the stage of the gradients that it reads. If it also reads a forward value that
+   this stage lacks, it belongs to the stage of that value. So the backward goes down the stages as the forward went up.
+   If only earlier stages read the call's result, the call moves there, provided that its operands go there anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autoshard.errors import NotAvailableError, PlanMismatchError, RecipeError
 from autoshard.ir.program import InputKind, OutputKind, Program
 
 NodeSeconds = Callable[[fx.Node], float]
-"""Seconds of a node of a traced program; any unit will do."""
+"""A function that returns the time of a node of a traced program, in seconds or any other unit."""
 
 _BLOCK = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
 _ALONE = (InputKind.INPUT, InputKind.BUFFER, InputKind.SEED)
@@ -39,10 +40,10 @@ class StageAssignment:
 
     Args:
         stages: number of stages.
-        stage: stage of each assigned node and of each parameter.
+        stage: node to its stage; includes parameters, but no nodes that belong to no stage.
         derived: parameters, and the calls computed from parameters alone.
-        repeated: calls that every reading stage computes for itself.
-        cuts: name of the first call of each stage but the first.
+        repeated: calls that belong to no stage; every stage that reads them computes them for itself.
+        cuts: names of the first calls of all stages, without that of the first stage.
     """
 
     stages: int
@@ -60,15 +61,15 @@ def assign_stages(
     homes: Mapping[str, int] = MappingProxyType({}),
     blocks: Sequence[int] | None = None,
 ) -> StageAssignment:
-    """Assign the nodes to stages.
+    """Assign the nodes of a program to stages, by the steps of the module's docstring.
 
     Args:
         program: forward and backward, as traced; or a forward alone.
         stages: number of stages, at least 2.
         seconds: time of a node, by which stages are balanced.
-        cuts: first calls of stages, as in `StageAssignment`; empty to search for cuts.
-        homes: the stage of each parameter, by name, if known already.
-        blocks: blocks (modules with a number in their path) of each stage; None balances the stages.
+        cuts: names of the first calls of stages, as in `StageAssignment`; empty to search for cuts.
+        homes: name of a parameter to its stage, for parameters whose stage is known already.
+        blocks: number of blocks of each stage; None to balance the stages by time.
 
     Raises:
         RecipeError: the model has another number of blocks.
@@ -122,7 +123,7 @@ class _Assigning:
         return StageAssignment(self.stages, self.stage, derived, repeated, tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
-        """Record the values of a node's stage: the node, and its operands in the forward."""
+        """Record in `there` that the stage of a forward node has the values of the node and of its operands."""
         self.there[self.stage[node]].update((node, *node.all_input_nodes))
 
     def _cut(self, forward: Sequence[fx.Node]) -> None:
@@ -140,7 +141,7 @@ class _Assigning:
             self.stage[node] = self.stage[node.all_input_nodes[0]] if node.target is operator.getitem else stage
 
     def _ends(self, forward: Sequence[fx.Node]) -> list[int]:
-        """The ends of all stages' runs but the last."""
+        """Return the index in `forward` at which each stage's run ends, for all stages but the last."""
         if not self.cuts and self.blocks is not None:
             return _ends_of_blocks(forward, self.blocks)
         if not self.cuts:
@@ -156,8 +157,10 @@ class _Assigning:
         return [places[name] for name in self.cuts]
 
     def _windows(self, forward: Sequence[fx.Node]) -> list[tuple[int, int]]:
-        """The possible places of each cut: after the first readers of earlier stages' parameters, before all readers
-        of later ones.
+        """Return the first and the last index in `forward` at which each cut may lie, given the parameters' stages.
+
+        A cut lies behind the first reader of each parameter of an earlier stage. It lies before all readers of
+        parameters of later stages.
         """
         names = {slot.node: slot.name for slot in self.program.inputs_of(InputKind.PARAMETER)}
         reads: dict[fx.Node, set[str]] = {}
@@ -216,7 +219,10 @@ class _Assigning:
         self._move_down(backward, flows)
 
     def _leaves(self, node: fx.Node, flows: set[fx.Node]) -> Iterable[fx.Node]:
-        """The forward values that a backward call reads, through calls that each stage repeats."""
+        """Yield the forward values that a backward call reads, directly or through calls that each stage repeats.
+
+        `flows` has the gradients, which are left out.
+        """
         for operand in node.all_input_nodes:
             if operand in flows:
                 continue
@@ -268,10 +274,19 @@ def cut_forward(
     seconds: NodeSeconds,
     windows: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Find the ends of the first `stages - 1` runs that minimise the longest run.
+    """Cut a forward into consecutive runs so that the longest run takes the least time; return the runs' ends.
 
-    Among equal ends, those with the fewest bytes across win. `windows` are the first and last possible place of each
-    end.
+    Among equal cuts, those that the fewest bytes cross win. The result has an index in `forward` for each run but the
+    last.
+
+    Args:
+        forward: the calls of the forward, in order.
+        stages: number of runs.
+        seconds: time of a call.
+        windows: first and last possible index of each end; None for any.
+
+    Raises:
+        NotAvailableError: no cuts lie in the windows.
     """
     crossing = _crossing_bytes(forward)
     candidates = set(_candidates(forward, stages, crossing))
@@ -304,7 +319,7 @@ def cut_forward(
 
 
 def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
-    """For each position, the bytes of earlier calls that later calls read."""
+    """Return, for each index in `forward`, the bytes of values made before it that are read from it on."""
     places = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 2)
     for node, index in places.items():
@@ -321,7 +336,7 @@ def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
 
 
 _NOT_SENT = 1 << 60
-"""Size of a tuple, which is never sent as a whole."""
+"""Bytes of a result that is a tuple, which cannot be sent to another stage."""
 
 
 def _bytes(node: fx.Node) -> int:
@@ -330,7 +345,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
-    """Possible cuts of the forward: between blocks, or anywhere if blocks are too few."""
+    """Return the indices at which the forward may be cut: between blocks, or anywhere if there are too few blocks."""
     before, between, behind = _around_blocks(forward, crossing)
     places = [*before, *between, *behind]
     if len(places) >= stages - 1:
@@ -340,9 +355,10 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
 
 
 def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Places before the first block, between blocks (where the fewest bytes cross), and after the last block.
+    """Return the indices for cuts before the first block, between blocks, and after the last block, as three lists.
 
-    A list is empty if no call lies before or after the blocks, or if there are no blocks.
+    A cut between two blocks lies where the fewest bytes cross. The first or last list is empty if no call lies before
+    or after the blocks. All lists are empty if there are no blocks.
     """
     keys = [_block_of(node) for node in forward]
     inside = [index for index, key in enumerate(keys) if key is not None]
@@ -359,7 +375,11 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """The ends of all stages' runs but the last, given the number of blocks of each."""
+    """Return the index in `forward` at which each stage ends, for all stages but the last, given blocks per stage.
+
+    Raises:
+        RecipeError: the model has another number of blocks, or a stage without blocks would have no calls.
+    """
     before, between, behind = _around_blocks(forward, _crossing_bytes(forward))
     count = len(between) + 1
     if sum(blocks) != count or 0 in blocks[1:-1]:
@@ -377,7 +397,7 @@ def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[i
 
 
 _MOST = 64
-"""Most places to try in a forward without blocks."""
+"""The most indices to try as cuts in a forward with too few blocks."""
 
 
 def _block_of(node: fx.Node) -> str | None:

@@ -1,10 +1,10 @@
-"""Brings a program into the form that planning expects.
+"""Bring a program into the form that planning expects.
 
-Before → after:
-1. `addmm(bias, a, b)` → `add(mm(a, b), bias)`, so that partial products meet the bias after their reduction.
-2. a forward view that the backward uses → a copy of the view in the backward. Saved values then always own their
-   memory, and `t(w)` is recomputed from `w` at no cost.
-3. Nodes without users are removed.
+1. Split products with a bias: `addmm(bias, a, b)` → `add(mm(a, b), bias)`. Partial products are then reduced before the
+   bias is added.
+2. Repeat views in the backward: if the backward uses a view of the forward, it gets a copy of the view. Saved values
+   then always own their memory, and `t(w)` is recomputed from `w` at no cost.
+3. Remove nodes without users.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_view(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Canonicalize:
-    """Splits addmm, repeats views in the backward, and removes unused nodes."""
+    """Split addmm, repeat views in the backward, and remove unused nodes."""
 
     def __call__(self, program: Program) -> Program:
         """Return the canonical form of `program`, over a graph of its own."""
@@ -83,7 +83,10 @@ def _has_one_result(node: fx.Node) -> bool:
 
 
 def _repeat(graph: fx.Graph, view: fx.Node, user: fx.Node, repeated: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The copy of a forward view for the backward, made before its first user there."""
+    """Return the copy of a forward view for the backward; the copy is made before `user`, its first user there.
+
+    Views that this view reads are copied too. `repeated` has the copies so far.
+    """
     if view in repeated:
         return repeated[view]
     operands = {

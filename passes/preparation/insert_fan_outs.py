@@ -1,13 +1,14 @@
-"""Inserts an identity, the *fan-out*, after every value with several users, to reshard the value once for all users.
+"""Insert an identity, the *fan-out*, after every value with several users, to reshard the value once for all users.
 
 Before → after: a value `x` with at least two uses gets `h = fan_out(x)` before its first use in the forward, and all
-forward users read `h`. If several backward nodes use it, they read `g = fan_out(h)`, placed before the first of them.
-All specs are strategies of a fan-out. The planner may then put one reshard on the edge into the fan-out, shared by all
-users, and private reshards behind it. Problems become pairwise, because a cost depends on at most two nodes.
+forward users read `h`. If several backward nodes use `x`, they read `g = fan_out(h)`, placed before the first of them.
+All specs are strategies of a fan-out. The planner may then put one reshard, shared by all users, on the edge into the
+fan-out, and reshards for single users behind the fan-out. Problems become pairwise, because a cost depends on at most
+two nodes.
 
-An optimizer's update reads a parameter directly instead of its fan-out, so that no resharded copy is saved for it. A
-gradient that it reads gets a fan-out of its own at once, in the backward. A reduced gradient is then not stored in full
-until the update, and micro-batches accumulate the reduced gradient.
+An optimizer's update reads a parameter directly instead of its fan-out, so that no resharded copy is saved for the
+update. A gradient that the update reads gets a fan-out of its own in the backward, right after its computation. So only
+the reduced gradient is stored until the update, and micro-batches accumulate the reduced gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def is_gradient_fan_out(node: fx.Node | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InsertFanOuts:
-    """Inserts fan-outs after values with several users."""
+    """Insert fan-outs after values with several users."""
 
     def __call__(self, program: Program) -> Program:
         """Return the program with fan-outs, over a graph of its own."""
@@ -64,7 +65,7 @@ def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_
 
 
 def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
-    """Insert a fan-out of a gradient right after its computation, for the update."""
+    """Insert a fan-out right after a gradient, `node`; its users in the update then read the fan-out."""
     with graph.inserting_after(node):
         inserted = insert_call(graph, fan_out, (node,), like=node)
     inserted.meta[_GRADIENT] = True
@@ -83,6 +84,9 @@ def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
 
 
 def _common_module(users: Sequence[fx.Node]) -> str:
-    """The innermost module that contains all users. A table read by all layers does not belong to the first layer."""
+    """Return the path of the innermost module that contains all users.
+
+    So a table that all layers read does not belong to the first layer.
+    """
     levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

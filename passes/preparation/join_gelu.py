@@ -1,11 +1,13 @@
-"""Replaces a written-out tanh form of gelu, eight calls, by one operator; and its gradient too.
+"""Replace the eight calls of a written-out tanh gelu by one operator, and the ten calls of its gradient by another.
 
 Before → after: `mul(mul(z, 0.5), add(tanh(mul(add(z, mul(pow(z, 3), 0.044715)), sqrt(2/pi))), 1))` → `gelu(z,
 approximate="tanh")`. The gradient's ten calls become `gelu_backward(grad, z, approximate="tanh")`. A step then saves
-only z for the backward, and no intermediate value goes through memory. Calls are compared by value number, so repeated
-views of z do not matter. `passes.verification.verify_preparation` writes both out.
+only z for the backward, and intermediate values do not go through memory. Calls are compared by value number
+(`number_values`), so repeated views of z do not matter. To verify the pass,
+`passes.verification.verify_preparation` writes both operators out again.
 
-The pass applies to types of 32 bits and more. In narrower types the small operators round after each step.
+The pass applies to types of 32 bits and more. In narrower types the written-out calls round after each step, so the
+result would differ.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class JoinGelu:
-    """Joins written-out gelus."""
+    """Replace written-out tanh gelus and their gradients by operators."""
 
     def __call__(self, program: Program) -> Program:
-        """The program with fewer calls, over a graph of its own; the program itself where nothing is written out."""
+        """Return the program with joined gelus, over a graph of its own, or the program itself if it has none."""
         if not any(map(_is_cube, program.graph.nodes)):
             return program
         joining = _Joining(copy_program(program))
@@ -53,8 +55,9 @@ class JoinGelu:
 
 
 def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
-    """Number a call of the tanh form of gelu, or of its gradient, as the written-out calls; False for any other
-    call.
+    """Give a tanh gelu, or its gradient, the number that the result of its written-out calls has or would have.
+
+    Return whether `node` is such a call. Other calls get no number.
     """
     if node.target not in (_aten.gelu.default, _aten.gelu_backward.default) or node.kwargs != _TANH:
         return False
@@ -72,7 +75,7 @@ class _Joining:
 
     Args:
         program: the program.
-        numbering: the numbers of its original nodes.
+        numbering: the value numbers of its original nodes.
     """
 
     program: Program
@@ -83,11 +86,11 @@ class _Joining:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The present nodes in order."""
+        """The nodes of the graph as it is now, in order."""
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Join the written-out gradients of a value's gelu."""
+        """Join the written-out gradients of the gelu of the value with this number."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}
@@ -96,7 +99,7 @@ class _Joining:
                 self._replace(made[-1], _aten.gelu_backward.default, (gradient, number))
 
     def join(self, number: int) -> None:
-        """Join the written-out gelu of a value, if nothing else reads its intermediate values."""
+        """Join the written-out gelu of the value with this number, if nothing else reads its intermediate values."""
         if found := self._find(_form(is_backward=False), (number,)):
             within = {node for node in self.nodes if self.numbering.numbers.get(node) in found[:-1]}
             whole = within | {node for node in self.nodes if self.numbering.numbers.get(node) == found[-1]}
@@ -104,7 +107,10 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """The numbers of a form's calls, with the result's last; empty if the program lacks a call."""
+        """Return the value numbers of a form's calls on these operands, the result's number last.
+
+        The list is empty if the program lacks one of the calls.
+        """
         numbers: dict[fx.Node, int] = dict(zip(form.find_nodes(op="placeholder"), operands, strict=True))
         for call in _calls(form):
             if (number := self.numbering.keys.get(_key(call, numbers))) is None:
@@ -113,7 +119,13 @@ class _Joining:
         return [numbers[call] for call in _calls(form)]
 
     def _replace(self, result: int, operator: OpOverload, operands: tuple[int, ...]) -> None:
-        """Replace the computation of a result by an operator, if its type is wide enough and shapes agree."""
+        """Replace each node with the value number `result` by a call, if its type is wide and all shapes are equal.
+
+        Args:
+            result: value number of the result.
+            operator: the operator to call.
+            operands: value numbers of the operator's operands.
+        """
         for node in [node for node in self.nodes if self.numbering.numbers.get(node) == result]:
             args = tuple(self._latest(operand, node) for operand in operands)
             if node.meta["val"].dtype not in _WIDE or len({_form_of(value) for value in (node, *args)}) > 1:
@@ -124,13 +136,13 @@ class _Joining:
             self.program = replace_slot_node(self.program, node.name, made.name)
 
     def _latest(self, number: int, reader: fx.Node) -> fx.Node:
-        """The last node with a value before a reader."""
+        """Return the last node before `reader` that has this value number."""
         return max(node for node in self.nodes if self.numbering.numbers.get(node) == number and node < reader)
 
 
 @cache
 def _form(*, is_backward: bool) -> fx.Graph:
-    """The written-out form as a graph of the value, and of the gradient in the backward."""
+    """Return the graph of the written-out gelu, with input z, or of its gradient, with inputs grad_out and z."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     names = ("grad_out", "z") if is_backward else ("z",)

@@ -1,7 +1,7 @@
-"""Value numbering: calls of one graph that are equal by structure get one number.
+"""Value numbering: give nodes of a graph that compute equal values the same number.
 
-Two nodes have one number if they call the same operator on equal literals and on operands with equal numbers (Alpern,
-Wegman, Zadeck 1988). Operators that draw from a generator have a number for each call. Constants are equal if their
+Two nodes have the same number if they call the same operator on equal literals and on operands with equal numbers
+(Alpern, Wegman, Zadeck 1988). Each call that draws random numbers has a number of its own. Constants are equal if their
 bytes are. Fan-outs, and copies to and from the host, have their operands' numbers. Numbers count from 0 in the order of
 the graph, so an operand's number is below its users'.
 """
@@ -32,10 +32,10 @@ class Numbering:
     """The numbers of the nodes of one or several graphs.
 
     Args:
-        numbers: the number of each node.
-        nodes: the first node of each number.
-        keys: the number of each call.
-        users: the numbers of the calls that read each number.
+        numbers: node to its number.
+        nodes: the first node with each number, by number.
+        keys: structure of a call to its number.
+        users: for each number, the numbers of the calls that read it.
     """
 
     numbers: dict[fx.Node, int] = field(default_factory=dict)
@@ -46,7 +46,12 @@ class Numbering:
     _draws: dict[Key, int] = field(default_factory=dict)
 
     def add_graph(self, graph_module: fx.GraphModule, *, commuted: bool = False) -> None:
-        """Number the nodes of a graph; its placeholders are equal by position, `commuted` as for `add_node`."""
+        """Number the nodes of a graph. Placeholders at the same position of several graphs have the same number.
+
+        Args:
+            graph_module: the graph.
+            commuted: passed to `add_node`.
+        """
         placeholders = 0
         for node in graph_module.graph.nodes:
             if node.op == "placeholder":
@@ -56,12 +61,12 @@ class Numbering:
                 self.add_node(node, graph_module, commuted=commuted)
 
     def add_node(self, node: fx.Node, graph_module: fx.GraphModule, *, commuted: bool = False) -> int:
-        """Number one node whose operands have numbers.
+        """Number one node whose operands have numbers; return its number.
 
         Args:
             node: the node.
-            graph_module: owner of its constants.
-            commuted: a new sum or product gets the number of the sum or product with exchanged operands, if it exists.
+            graph_module: the module that owns the graph's constants.
+            commuted: whether `a + b` may get the number of an earlier `b + a`; the same for products.
 
         Raises:
             VerificationError: an operand has no number.
@@ -77,26 +82,26 @@ class Numbering:
         return self.add(node, other if other in self.keys else key)
 
     def structure(self, node: fx.Node) -> Key:
-        """The structure of a call whose operands have numbers. Raises `VerificationError` if an operand has none."""
+        """Return the structure of a call. Raises `VerificationError` if an operand has no number."""
         return call_key(node.op, node.target, node.args, node.kwargs, lambda operand: self.number_for(operand, node))
 
     def number_for(self, operand: fx.Node, reader: fx.Node) -> int:
-        """The number of an operand. Raises `VerificationError` if it has none."""
+        """Return the number of an operand of `reader`. Raises `VerificationError` if the operand has none."""
         if operand not in self.numbers:
             raise VerificationError(f"{reader.format_node()} reads {operand.name!r} before it is computed.")
         return self.numbers[operand]
 
     def key_of(self, number: int) -> Key:
-        """The structure of the calls with this number."""
+        """Return the structure of the calls with this number."""
         return self._calls[number]
 
     def selection(self, number: int, index: int) -> int | None:
-        """The number of result `index` of a call with several results; None if nothing reads it."""
+        """Return the number of result `index` of the call `number`, which has several results; None if it is unread."""
         args = (LIST, (OPERAND, number), (LITERAL, int, index))
         return self.keys.get(("call_function", operator.getitem, args, (DICT,)))
 
     def add(self, node: fx.Node, key: Key) -> int:
-        """Give `node` the number of `key`, a new number if the key is new."""
+        """Give `node` the number of the structure `key`, or a new number if the structure is new; return the number."""
         if draws_numbers(node.target):
             key = (*key, self._next_draw(key))
         number = self.keys.setdefault(key, len(self.nodes))
@@ -110,11 +115,11 @@ class Numbering:
         return number
 
     def find(self, key: Key, places: Sequence[int], values: Sequence[frozenset[int]]) -> frozenset[int]:
-        """The numbers of the calls of the form `key`, any number of each set will do.
+        """Return the numbers of all calls that match a pattern. An operand may be any number of a set.
 
         Args:
-            key: the structure of a call whose operands are places in `values`.
-            places: these places.
+            key: the pattern: a structure whose operands are indices into `values`.
+            places: the indices that occur in the pattern.
             values: sets of numbers.
         """
         if all(len(values[place]) == 1 for place in places):
@@ -125,7 +130,7 @@ class Numbering:
         return frozenset(user for user in users if _fits(key, self._calls[user], values))
 
     def draw_of(self, number: int) -> int:
-        """Number of equal calls before a call that draws from a generator."""
+        """Return how many equal calls came before the random call with this number."""
         return self._calls[number][-1]
 
     def restart_draws(self) -> None:
@@ -138,7 +143,7 @@ class Numbering:
 
 
 def number_graph(graph_module: fx.GraphModule) -> Numbering:
-    """The numbers of all nodes of a graph but the output."""
+    """Number all nodes of a graph except its output."""
     numbering = Numbering()
     numbering.add_graph(graph_module)
     return numbering
@@ -150,12 +155,12 @@ def draws_numbers(target: Any) -> bool:
 
 
 def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
-    """The structure of a call; `operand` maps each node or proxy to its key."""
+    """Return the structure of a call; `operand` returns the key of each operand, a node or proxy."""
     return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (DICT,))
 
 
 def mirrored_key(key: Key) -> Key | None:
-    """The structure of a sum or product with its two operands exchanged; None for any other call."""
+    """Return the structure of a sum or product with its two operands exchanged; None for any other call."""
     _, target, args, kwargs = key
     if target not in _COMMUTATIVE or len(args) != 3 or kwargs != (DICT,):
         return None
@@ -164,7 +169,10 @@ def mirrored_key(key: Key) -> Key | None:
 
 
 def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
-    """The structure of a constant: its type, shape and bytes."""
+    """Return the structure of a constant: its type, shape and a hash of its bytes.
+
+    A constant without bytes (on the meta device, or no tensor) is known by its name.
+    """
     value = operator.attrgetter(str(node.target))(graph_module)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
         return ("get_attr", str(node.target))
@@ -173,14 +181,17 @@ def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
 
 
 OPERAND, LIST, DICT, SLICE, LITERAL = "operand", "list", "dict", "slice", "literal"
-"""The first entry of a frozen argument."""
+"""The first entry of a frozen argument, which tells its kind."""
 
 _LONG = 16
-"""Longer lists of integers are one literal. An all-to-all over a thousand ranks lists the size of each piece."""
+"""Longer lists of integers are frozen as one literal. An all-to-all over a thousand ranks lists as many sizes."""
 
 
 def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
-    """An argument as nested tuples that are equal where a call cannot tell the arguments apart."""
+    """Turn an argument into nested tuples, which are equal exactly if the arguments are equal to a call.
+
+    `operand` returns the key of each node or proxy in the argument.
+    """
     if isinstance(value, (fx.Node, fx.Proxy)):
         return (OPERAND, operand(value))
     if isinstance(value, (list, tuple)):
@@ -197,7 +208,7 @@ def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
 
 
 def operands_of(key: Key) -> Iterator[Any]:
-    """The operands' keys in a frozen argument or call, in order."""
+    """Yield the keys of the operands in a frozen argument or call, in order."""
     if key and key[0] == OPERAND:
         yield key[1]
     elif not (key and key[0] == LITERAL):
@@ -207,7 +218,7 @@ def operands_of(key: Key) -> Iterator[Any]:
 
 
 def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
-    """The structure with each place replaced by the single number of its set."""
+    """Return a pattern with each index replaced by the only number of its set in `values`."""
     if key and key[0] == OPERAND:
         (number,) = values[key[1]]
         return (OPERAND, number)
@@ -217,7 +228,7 @@ def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
 
 
 def _fits(pattern: Key, key: Key, values: Sequence[frozenset[int]]) -> bool:
-    """Whether a call is of the form `pattern`, with any number of its set for each place."""
+    """Whether the structure `key` matches a pattern; an index matches any number of its set in `values`."""
     if pattern and pattern[0] == OPERAND:
         return bool(key) and key[0] == OPERAND and key[1] in values[pattern[1]]
     if (pattern and pattern[0] == LITERAL) or len(pattern) != len(key):

@@ -18,7 +18,7 @@ _INHERITED = ("phase", "module", "source")
 
 
 def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Copy nodes, given in dependency order, into a graph; also return the copy of each node."""
+    """Copy nodes, given in dependency order, into a new graph; return the graph, and node to copy."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -27,7 +27,7 @@ def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def copy_program(program: Program) -> Program:
-    """Copy a program and its graph, for a pass to change; node names stay."""
+    """Return a copy of a program with a graph of its own, which a pass may change; node names stay the same."""
     graph, copies = copied(program.graph.nodes)
     names = {node.name: copy.name for node, copy in copies.items()}
     if any(old != new for old, new in names.items()):
@@ -36,7 +36,12 @@ def copy_program(program: Program) -> Program:
 
 
 def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx.GraphModule:
-    """Replace operators by operators with the same arguments; return the graph itself if it has none of them."""
+    """Return a copy of a graph in which other operators are called on the same arguments.
+
+    Args:
+        graph_module: the graph. It is returned itself if it has none of the operators.
+        targets: operator to the operator that replaces it.
+    """
     if not any(node.op == "call_function" and node.target in targets for node in graph_module.graph.nodes):
         return graph_module
     graph, copies = copied(graph_module.graph.nodes)
@@ -47,7 +52,10 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
 
 
 def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) -> fx.GraphModule:
-    """Put each collective into the group that `name` gives; return the graph itself if nothing changes."""
+    """Return a copy of a graph in which each collective runs in the process group that `name` returns for it.
+
+    The graph itself is returned if nothing changes.
+    """
     names = {node: name(node) for node in graph_module.graph.nodes if is_collective(node)}
     if all(node.args[-1] == given for node, given in names.items()):
         return graph_module
@@ -58,7 +66,10 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
 
 
 def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:
-    """Reorder the nodes of a graph, given in dependency order; return the graph itself if nothing changes."""
+    """Return a copy of a graph with its nodes in `order`, or the graph itself if it has this order already.
+
+    The order must respect dependencies.
+    """
     nodes = list(order)
     if nodes == list(graph_module.graph.nodes):
         return graph_module
@@ -81,9 +92,9 @@ def insert_call(
     name: str | None = None,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> fx.Node:
-    """Add a call at the graph's insertion point, with a value computed on the operands' fake values.
+    """Add a call at the graph's insertion point, and compute its fake value from the operands' fake values.
 
-    Phase, module and source line are those of `like`.
+    The call gets the phase, module and source line of the node `like`.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs), name=name)
     node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
@@ -92,6 +103,6 @@ def insert_call(
 
 
 def replace_slot_node(program: Program, old: str, new: str) -> Program:
-    """Replace node `old` by node `new` in the program's results."""
+    """Return the program in which results that node `old` made are those of node `new`."""
     outputs = tuple(dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs)
     return dataclasses.replace(program, outputs=outputs)

@@ -1,9 +1,10 @@
-"""Cuts a traced training step into the programs of a pipeline's stages.
+"""Cut a traced training step into the programs of a pipeline's stages.
 
-Before → after: `forward, backward` of all layers → for each stage its calls by `assign_stages`. A value that another
-stage reads becomes a result (an output of the forward, a sent gradient of the backward). In the reading stage it is an
-input of the forward or a tangent of the backward, under the same name "<node>". Later the optimizer's update is
-appended to each stage, for its own parameters.
+Before → after: forward and backward of all layers → for each stage, forward and backward of its own calls. The stage of
+each call comes from `assign_stages`. If another stage reads a value, the value becomes a result of the stage that makes
+the value. The result is an output of the forward, or a sent gradient of the backward. In the stage that reads the
+value, it is an input of the forward or a tangent of the backward, with the same name. The optimizer's update is
+appended later, to each stage for its own parameters.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from passes.preparation.assign_stages import NodeSeconds, StageAssignment, assig
 
 @dataclass(frozen=True, slots=True)
 class SplitStages:
-    """Cuts a training step into stages.
+    """Cut a training step into stages.
 
     Args:
         stages: number of stages, at least 2.
         seconds: time of a node of the traced program, by which stages are balanced.
-        cuts, homes, blocks: first calls of stages, stages of parameters, and blocks of each stage, if known; arguments
-            of `assign_stages`.
+        cuts, homes, blocks: if known, the first calls of stages, the stages of parameters, and the number of blocks of
+            each stage. They are passed to `assign_stages`.
     """
 
     stages: int
@@ -40,10 +41,11 @@ class SplitStages:
     blocks: Sequence[int] | None = None
 
     def __call__(self, program: Program) -> CutProgram:
-        """The stages of a program of forward and backward, or of a forward alone, without an update.
+        """Cut a program without update (forward and backward, or forward alone); return the stages and their crossings.
 
         Raises:
-            NotAvailableError: the program cannot be cut; see `assign_stages`.
+            NotAvailableError: the program cannot be cut, e.g. because stages would have to share a tuple. Further
+                reasons are listed at `assign_stages`.
         """
         assignment = assign_stages(program, self.stages, self.seconds, self.cuts, self.homes, self.blocks)
         building = [_StageCut(program, assignment, number) for number in range(self.stages)]
@@ -58,7 +60,7 @@ _Key = tuple[fx.Node, int]
 
 
 def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_Key, Crossing]:
-    """By value and reader."""
+    """Return the values that cross stages, by (node that makes the value, number of the stage that reads it)."""
     found: dict[_Key, Crossing] = {}
     for stage in building:
         for node in stage.received:
@@ -81,7 +83,15 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
 
 @dataclass(slots=True)
 class _StageCut:
-    """The program of stage `number`: its own calls, repeated calls, and received values."""
+    """The program of one stage under construction.
+
+    Args:
+        program: the whole traced program.
+        assignment: the stage of each node.
+        number: number of this stage.
+        members: nodes that this stage computes, and its placeholders.
+        received: nodes whose values it receives from other stages.
+    """
 
     program: Program
     assignment: StageAssignment
@@ -90,7 +100,7 @@ class _StageCut:
     received: dict[fx.Node, None] = field(default_factory=dict)
 
     def find(self) -> None:
-        """Find the nodes that the stage computes and receives."""
+        """Fill `members` and `received`: walk from the stage's own calls and results to their operands."""
         kinds = {slot.node: slot.kind for slot in self.program.inputs}
         names = self.program.nodes_by_name()
         waiting = [node for node, stage in self.assignment.stage.items() if stage == self.number and node.op[0] == "c"]
@@ -109,7 +119,7 @@ class _StageCut:
             waiting += node.all_input_nodes
 
     def _results(self) -> list[OutputSlot]:
-        """The results of the whole program that this stage returns."""
+        """Return the results of the whole program that this stage returns."""
         names = self.program.nodes_by_name()
         parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}
         found = []
@@ -123,7 +133,7 @@ class _StageCut:
         return found
 
     def build(self, crossings: dict[_Key, Crossing]) -> Program:
-        """Build the program, once all stages know their reads."""
+        """Return the stage's program, given the crossings of all stages."""
         graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[InputSlot]()
         order = {node: index for index, node in enumerate(self.program.graph.nodes)}
         names = self.program.nodes_by_name()

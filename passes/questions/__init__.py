@@ -1,1 +1,1 @@
-"""Questions about a plan: explain, why_not, limits."""
+"""Answer questions about a plan (`explain`, `why_not`, `limits`), and find its costs as formulas (`Plan.formula`)."""

@@ -1,8 +1,8 @@
-"""Answers to questions about a plan: `explain`, `why_not` and `limits`, each by planning with one thing changed.
+"""Answer `explain`, `why_not` and `limits` about a plan: plan again with one thing changed, and compare the plans.
 
-`explain` forces each spec that a value may have. `why_not` gives each mesh axis the role in question. A feature that no
-axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more memory, or for
-hardware with one part a tenth faster. So each figure is the predicted step of a plan.
+`explain` forces each spec that a value may have. `why_not` gives each mesh axis the role in question, e.g. "tensor". A
+feature that no axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more
+memory, or for hardware with one part a tenth faster. So each figure in an answer is the predicted step of a plan.
 """
 
 from __future__ import annotations
@@ -28,26 +28,35 @@ from passes.questions.roles import SpecOf, has_role
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{SHARE} more memory", "twice the memory", "memory without limit"
 _MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
-"""Factors of the memory limit that `limits` tries."""
+"""Name of a change to the factor on the memory limit that `limits` tries."""
 
 _SAVINGS = ("recompute", "offload")
 
 Way = Mapping[str, str]
-"""Axes of the mesh to their roles."""
+"""A way to have a feature: mesh axis to the role that it must have, e.g. {"model": "tensor"}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Answers questions about the plans of one call; nothing is planned before the first question.
+    """Answers questions about the plans of one call. Nothing is planned before the first question.
 
     Args:
-        replan: plans the call again.
+        replan: plans the same call again with a change.
     """
 
     replan: Replan
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Answer `Plan.explain`: each other spec of a value, with the fastest plan."""
+        """Answer `Plan.explain`: plan again with each other spec that a value may have.
+
+        Args:
+            plan: the plan that the question is about.
+            name: qualified name of a parameter, buffer, input or output, or name of a node.
+
+        Raises:
+            NotAvailableError: the plan is the price of a recipe, so it has no specs to choose.
+            InvalidSpecError: the plan has no value of this name.
+        """
         problems = self.replan.problems()
         if not problems:
             raise NotAvailableError(
@@ -72,7 +81,15 @@ class Questions:
         )
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """Each way to have a feature, with the fastest plan; see `Plan.why_not`."""
+        """Answer `Plan.why_not`: plan again with each way to have a feature, or without it if the plan uses it.
+
+        Args:
+            plan: the plan that the question is about.
+            feature: name or synonym of a feature, e.g. "fsdp" (`features.NAMES`).
+
+        Raises:
+            InvalidSpecError: no feature has this name.
+        """
         feature = feature_named(feature)
         if feature in _SAVINGS and (count := _saved(plan, feature)):
             without = self._variant(plan, f"without {feature}", Change(without=feature))
@@ -92,7 +109,7 @@ class Questions:
         return _answer(plan, feature, "", variants, missing or "no plan for these devices and this batch has it")
 
     def limits(self, plan: Plan) -> Limits:
-        """Each richer resource, with the fastest plan; see `Plan.limits`."""
+        """Answer `Plan.limits`: plan again with more memory, and with each part of the hardware a tenth faster."""
         changes = {name: Change(memory=factor) for name, factor in _MEMORY.items()} if plan.memory_budget else {}
         changes |= {name: Change(faster=faster) for name, faster in FASTER.items() if faster(self.replan.cluster)}
         chosen = outcome_of(plan)
@@ -106,7 +123,14 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """The axes of the mesh that have a feature, in words, and each other way to give it to an axis."""
+        """Return the ways that the plan already uses, in words, and the fastest plan with each other way.
+
+        Args:
+            plan: the plan that the question is about.
+            problems: the planning problem of each stage.
+            feature: name of the feature.
+            ways: all ways in which mesh axes may have the feature.
+        """
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
         used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
@@ -118,7 +142,12 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """The fastest plan with each restriction of recipes; and why one was not planned, as time ran out say."""
+        """Return the fastest plan under each restriction of recipes, and why a restriction could not be planned, or "".
+
+        Args:
+            plan: the plan that the question is about.
+            ways: pairs of a name, and allowed values of recipe fields.
+        """
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:
             try:
@@ -128,7 +157,10 @@ class Questions:
         return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
-        """The fastest plan with a change; None if the change does not apply to the model."""
+        """Return the fastest plan with a change; None if the change does not apply to the model.
+
+        `name` is the change in words, which the result contains.
+        """
         try:
             found = self._plan_again(plan, change)
         except RecipeError:
@@ -137,7 +169,7 @@ class Questions:
         return Variant(words, **_figures(found))
 
     def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
-        """The fastest plan with a spec; an outcome that does not fit if constraints exclude the spec."""
+        """Return the fastest plan in which a site has a spec. If constraints exclude the spec, `fits` is False."""
         try:
             return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
         except RecipeError:
@@ -151,7 +183,7 @@ class Questions:
 
 
 def outcome_of(plan: Plan) -> Outcome:
-    """The cost of a plan itself."""
+    """Return the predicted cost of a plan as an `Outcome`."""
     return Outcome(
         fits=True,
         step_time_s=plan.predicted.step_time_s,
@@ -163,7 +195,10 @@ def outcome_of(plan: Plan) -> Outcome:
 
 
 def fastest_first(item: Outcome) -> tuple[bool, float]:
-    """Sort key of outcomes: outcomes that fit by step time, then the rest by the memory that they need."""
+    """Return a sort key of outcomes.
+
+    Outcomes that fit come first, by step time. The other outcomes follow, by the memory that they need.
+    """
     return not item.fits, item.step_time_s if item.step_time_s is not None else float(item.smallest_bytes or 0)
 
 
@@ -179,7 +214,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """The place where a plan has a feature that no axis of its stages has, or ""."""
+    """Return how a plan has a feature by its pipeline stages or its recipe, in words; "" if it lacks the feature."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
@@ -188,13 +223,13 @@ def _use(plan: Plan, feature: str) -> str:
 
 
 def _saved(plan: Plan, feature: str) -> int:
-    """Number of values that a plan recomputes, or offloads."""
+    """Return the number of values that a plan recomputes, or offloads, over all stages."""
     found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
     return sum(len(names) for each in found for names in each.values())
 
 
 def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
-    """Each way in which axes of the mesh may have a feature. HSDP is FSDP over one axis, and copies over another."""
+    """Yield each way in which mesh axes may have a feature. HSDP is FSDP over one axis, and copies over another."""
     axes = [axis for axis, size in problems[0].space.mesh.axes if size > 1] if problems else []
     if feature == "hsdp":
         yield from ({first: "fsdp", second: "data"} for first, second in permutations(axes, 2))
@@ -203,7 +238,7 @@ def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
 
 
 def _over(way: Way) -> str:
-    """A way in words: "over data", "over model, copied over data"."""
+    """Return a way in words, e.g. "over data" or "over model, copied over data"."""
     first, *others = way
     return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
 
@@ -221,7 +256,11 @@ def _specs_of(plan: Plan) -> SpecOf:
 
 
 def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, str]:
-    """The stage and the site of a qualified name, or of a node of the program."""
+    """Return the stage and the site of a value, given its qualified name or the name of its node.
+
+    Raises:
+        InvalidSpecError: no stage has a value of this name.
+    """
     for stage, planning in enumerate(problems):
         sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
         if name in sites:
@@ -234,7 +273,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a slot's name is that of a value between stages, which no user has named."""
+    """Whether a name is an internal one, e.g. of a value that stages exchange, which no user has chosen."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
@@ -252,6 +291,9 @@ def _shape(planning: PlanningProblem, site_name: str) -> tuple[int, ...]:
 
 
 def _names_of(planning: PlanningProblem, variable: int) -> Sequence[str]:
-    """The qualified names of the values that a variable decides; nodes by their own names."""
+    """Return the names of the values whose spec a variable decides.
+
+    A value without a qualified name has the name of its node.
+    """
     names = {site: name for name, site in constrainable(planning.space).items()}
     return [names.get(site, site) for site in planning.members[variable]]

@@ -1,4 +1,4 @@
-"""One change to a plan's problem, the unit of every question."""
+"""The change that a question makes before it plans again, and the interface of planning again."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import Roles
 
 Fields = Mapping[str, Collection[object]]
-"""Fields of `autoshard.Recipe` to their allowed values."""
+"""Name of a field of `autoshard.Recipe` to its allowed values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that a question changes before it plans.
+    """One thing that a question changes before it plans again. A field at its default changes nothing.
 
     Args:
-        stage: the stage of the sites in `specs`.
-        specs: sites to the spec that their value must have.
-        roles: mesh axes to the role that each must have, in all stages.
-        without: "recompute" or "offload", which the plan must not use.
-        fields: recipe fields to their allowed values; the plan may then be for another mesh.
-        memory: factor of the memory limit; infinite for no limit.
-        faster: maps the cluster to its faster form.
+        stage: index of the pipeline stage with the sites in `specs`.
+        specs: name of a site to the spec that its value must have.
+        roles: mesh axis to the role that it must have, in all stages.
+        without: "recompute" or "offload"; the plan must not use it.
+        fields: name of a recipe field to its allowed values. The new plan may be for another mesh.
+        memory: factor on the memory limit; infinite for no limit.
+        faster: returns the cluster with one part faster, or None if the cluster lacks the part.
     """
 
     stage: int = 0
@@ -44,27 +44,30 @@ NO_CHANGE = Change()
 
 
 class Replan(Protocol):
-    """Plans a call again with one thing changed: with stages or without, or by the price of a recipe."""
+    """A function that plans a call again with one thing changed.
+
+    There is an implementation for plans with and without pipeline stages, and for prices of recipes.
+    """
 
     @property
     def cluster(self) -> Cluster:
-        """The hardware of the plan."""
+        """The hardware that the call is planned for."""
         ...
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """The planning problem of each stage; none where a plan is the price of a recipe."""
+        """Return the planning problem of each stage; empty if the plan is the price of a recipe."""
         ...
 
     def missing(self, feature: str) -> str:
-        """Reason why no recipe of the model has a feature; "" if some recipe may have it."""
+        """Return why no recipe of this model can have a feature; "" if some recipe may have it."""
         ...
 
     def kernels(self, plan: Plan) -> Kernels:
-        """The Triton kernels of a plan's price, or of the plan under `backend="triton"`."""
+        """Return the Triton kernels of a plan under `backend="triton"`, or those in the price of a recipe."""
         ...
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Find the fastest plan with a change.
+        """Return the fastest plan with a change.
 
         Raises:
             DoesNotFitError: no plan fits in memory.

@@ -1,4 +1,4 @@
-"""Features for `why_not`: their names, and the recipe fields that express them."""
+"""The features that `why_not` knows: their names and synonyms, and the values of recipe fields that express them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN = {other: name for name, others in NAMES.items() for other in (name, *other
 
 
 def feature_named(text: object) -> str:
-    """The feature of a name or synonym.
+    """Return the feature with a name or synonym.
 
     Raises:
         InvalidSpecError: no feature has this name. The message lists the features.
@@ -49,11 +49,11 @@ def feature_named(text: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """The recipe fields of a feature.
+    """The values of recipe fields with which a recipe has a feature.
 
     Args:
-        ways: by name of the way, field values with which a recipe has the feature.
-        without: alternatives of field values with which a recipe lacks the feature.
+        ways: name of a way to have the feature to the allowed values of recipe fields.
+        without: ways to lack the feature, each as allowed values of recipe fields.
     """
 
     ways: Mapping[str, Fields]
@@ -65,7 +65,7 @@ class Feature:
 
 
 class _Several(Collection[object]):
-    """The sizes over one. Unlike a range, it is not searched linearly for None."""
+    """All sizes above one. A range would search linearly for a value that is no integer, e.g. None."""
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int) and value in self._sizes
@@ -108,4 +108,4 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "offload": Feature({"offload of activations": {"offload": ("activations",)}}, ({"offload": ("none",)},)),
 }
-"""Feature to the fields of recipes."""
+"""Name of a feature to the values of recipe fields that express it."""

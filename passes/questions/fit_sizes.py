@@ -1,13 +1,14 @@
-"""Sizes of a model's values as polynomials in the sizes of its inputs: traced at several sizes, fitted exactly,
-checked.
+"""Fit the sizes of a model's values as exact polynomials in the sizes of its inputs.
 
-1. The model is observed on a grid of input sizes: its operators (labels), and the sizes of its values.
-2. The operators must be equal at every point. Each size is interpolated over the rationals, of degree one in each
-   symbol, or of degree two if that fails.
-3. A point outside the grid must agree. It has odd sizes, where rounding shows, if the model runs there.
+1. Trace the model on a grid of input sizes. At each point of the grid, note its operators (labels) and the dims of its
+   values (numbers).
+2. The operators must be equal at every point. Interpolate each number over the rationals, with degree one in each
+   input size. If a polynomial then fails step 3, use degree two.
+3. Check each polynomial at a point outside the grid. The point has odd sizes, which reveal rounding, if the model runs
+   with these sizes.
 
-A polynomial holds beyond the points as long as the model behaves in the same way. A window longer than every observed
-sequence goes unnoticed.
+A polynomial holds outside the grid as long as the model behaves in the same way. An attention window longer than every
+observed sequence goes unnoticed.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
-"""Symbol to its dim in every input, or in some inputs by name ("input:0")."""
+"""Name of a symbol to the dim that has its size, in every input, or by input's name ({"batch": {"input:0": 0}})."""
 
 _MAX_DEGREE = 2
 
 
 class DoesNotRunError(FormulaError):
-    """The model does not run at some sizes; where it does not, no formula need hold."""
+    """The model does not run with some input sizes. A formula need not hold for these sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSize:
-    """An input size that is a symbol.
+    """An input size that is a symbol in formulas, e.g. the batch.
 
     Args:
         name: name of the symbol.
-        places: inputs (by index among the leaves of all arguments) and their dims that have this size.
+        places: pairs (index of an input among the leaves of all arguments, dim); these dims have this size.
         value: the size in the example inputs.
-        step: observe the model at multiples of this size.
+        step: the model is observed at multiples of this size.
     """
 
     name: str
@@ -51,9 +52,9 @@ class InputSize:
 
     @property
     def trials(self) -> tuple[int, ...]:
-        """Sizes at which to observe the model; the first is that of the example.
+        """Four sizes at which to observe the model; the first is the example's own size.
 
-        Smaller sizes are preferred, because a longer sequence may exceed the model's positions.
+        The others are smaller if possible, because a longer sequence may exceed the model's number of positions.
         """
         value = self.value
         if value >= 8 * self.step and value % (4 * self.step) == 0:
@@ -62,13 +63,19 @@ class InputSize:
 
     @property
     def odd(self) -> int:
-        """A size that shares no factor but the step with the example's."""
+        """A multiple of the step that shares no other factor with the example's size."""
         return self.value - self.step if self.value >= 4 * self.step else 2 * self.value + self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A model at some sizes: its operators, its numbers, and for messages the owner of each number."""
+    """The model as traced at one point of the grid.
+
+    Args:
+        labels: a label of each operator, in order.
+        numbers: the numbers to fit, e.g. the dims of all values.
+        owners: for messages, the operator or value to which each number belongs.
+    """
 
     labels: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -76,17 +83,16 @@ class Observation:
 
 
 def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims | None) -> tuple[InputSize, ...]:
-    """The input sizes that are symbols.
+    """Return the input sizes that are symbols.
 
     Args:
         args, kwargs: the example inputs.
-        dims: dims of the symbols. Default: `batch` is the first dim of every input. `sequence` is the second dim if
-            some
-            input looks like sequences: integers with at least two dims, or any tensor with three. Inputs with another
-                size there are unaffected.
+        dims: the dims of each symbol. By default, `batch` is the first dim of every input. `sequence` is the second dim
+            if some input looks like sequences: integers with at least two dims, or a tensor with three dims. It belongs
+            to all inputs whose second dim is as long as that of the first such input.
 
     Raises:
-        FormulaError: no input has a dim, or `dims` is no mapping.
+        FormulaError: no input has one of the dims, or `dims` is no mapping.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -120,7 +126,13 @@ def _named(name: str, dim: int | Mapping[str, int], tensors: Mapping[int, torch.
 
 
 def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[InputSize], point: Point) -> tuple[Any, Any]:
-    """The example inputs at other sizes, with repeated or truncated content."""
+    """Return the example inputs (args, kwargs) with other sizes; their content is repeated or cut off.
+
+    Args:
+        args, kwargs: the example inputs.
+        sizes: the input sizes to change.
+        point: the wanted value of each of these sizes.
+    """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for size, wanted in zip(sizes, point, strict=True):
         for index, dim in size.places:
@@ -133,7 +145,11 @@ def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[Input
 
 
 def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observation]) -> tuple[Size, ...]:
-    """Fit each number that `observe` gives as a polynomial in `sizes`.
+    """Fit each number that `observe` returns as a polynomial in `sizes`; return the polynomials in the same order.
+
+    Args:
+        sizes: the input sizes that are symbols.
+        observe: returns the observation of the model at a point, one value for each input size.
 
     Raises:
         FormulaError: the model runs other operators at other sizes, or a number is no polynomial of degree two.
@@ -148,7 +164,7 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
         return seen[point]
 
     def checked(degree: int) -> list[Point]:
-        """A point outside of the grid: of odd sizes, where the model runs with these."""
+        """Return a point outside the grid in a list: odd sizes if the model runs with these, else larger sizes."""
         odd = tuple(size.odd for size in sizes)
         try:
             look(odd)
@@ -202,7 +218,7 @@ def _check_same(sizes: Sequence[InputSize], base: Point, first: Observation, poi
 
 
 def cannot_resize(sizes: Sequence[InputSize], point: Point, error: TraceError) -> FormulaError:
-    """The error for a model that does not run at other sizes."""
+    """Return the error for a model that raised `error` at the input sizes of `point`."""
     shown = ", ".join(f"{size.name}={now}" for size, now in zip(sizes, point, strict=True))
     names = tuple(size.name for size in sizes)
     return DoesNotRunError(

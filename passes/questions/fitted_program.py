@@ -1,4 +1,4 @@
-"""A prepared program with shapes as expressions in the sizes of its inputs, and the block of each node."""
+"""Trace a program at several input sizes, and fit the shapes of its values as expressions in these sizes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Shape = tuple[Size, ...]
 
 @dataclass(frozen=True, slots=True)
 class FittedProgram:
-    """A prepared program with shapes as expressions in the sizes of its inputs.
+    """A program after preparation, with the shapes of its values as expressions in the sizes of its inputs.
 
     Args:
         program: the program for the example inputs.
-        shapes: for every node the global shapes of its tensor results.
-        places: for nodes in a block, the block.
-        sizes: symbolic sizes of the inputs.
-        samples: the programs traced so far, by sizes.
-        trace: traces the program of further sizes.
+        shapes: name of a node to the global shapes of its tensor results, with expressions as dims.
+        places: name of a node to its block; nodes outside of blocks are absent.
+        sizes: the input sizes that are symbols.
+        samples: the programs traced so far, by the values of `sizes`.
+        trace: traces the program at other values of `sizes`.
     """
 
     program: Program
@@ -39,7 +39,7 @@ class FittedProgram:
     trace: Callable[[Point], Program] = field(repr=False)
 
     def at(self, point: Point) -> Program:
-        """The program at other sizes. Raises DoesNotRunError."""
+        """Return the program at other input sizes. Raises DoesNotRunError."""
         if point not in self.samples:
             self.samples[point] = self.trace(point)
         return self.samples[point]
@@ -48,7 +48,13 @@ class FittedProgram:
 def fit_program(
     sizes: tuple[InputSize, ...], trace: Callable[[Point], Program], lists: Sequence[BlockList]
 ) -> FittedProgram:
-    """Fit the shapes of a traced program. Raises the errors of `fit_numbers`."""
+    """Trace a program at several input sizes and fit the shapes of its values. Raises the errors of `fit_numbers`.
+
+    Args:
+        sizes: the input sizes that are symbols.
+        trace: traces the program at given values of `sizes`.
+        lists: the model's lists of blocks.
+    """
     samples: dict[Point, Program] = {}
 
     def observe(point: Point) -> Observation:
@@ -71,7 +77,10 @@ def fit_program(
 
 
 def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlace]:
-    """The block of each node, by its module or its parameter's name; sums of gradients go with their last operand."""
+    """Return the block of each node that is in a block, found by the node's module or by its parameter's name.
+
+    Backward nodes without a module, such as sums of gradients, are in the block of their last operand.
+    """
     names = {slot.node: slot.name.rpartition(":")[2] for slot in program.inputs}  # of state: "exp_avg:layers.0.weight"
     found: dict[str, BlockPlace] = {}
     for node in program.graph.nodes:
@@ -86,7 +95,7 @@ def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlac
 
 
 def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockPlace | None:
-    """The block that contains a module or parameter."""
+    """Return the block that contains the module or parameter with this path; None outside of blocks."""
     for item in lists:
         head, _, rest = path.partition(f"{item.path}.")
         position = rest.partition(".")[0]
@@ -97,10 +106,10 @@ def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockP
 
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The tensor results of a node."""
+    """Return the tensor results of a node, in order."""
     return tuple(value for value in tensor_values(node) if value is not None)
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's source line of a node, for messages."""
+    """Return the line of the user's source that made a node, for messages."""
     return node.meta.get("source") or "unknown line"

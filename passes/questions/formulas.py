@@ -1,10 +1,10 @@
-"""Formulas: costs of a plan as expressions in sizes of inputs, numbers of blocks, and sizes of mesh axes.
+"""Find costs of a plan as formulas: expressions in sizes of inputs, numbers of blocks, and sizes of mesh axes.
 
-A formula is the total of counts (`totals`), each of one operation of a block or of the rest of the model. Nothing is
-computed before the first formula is requested.
+A formula is the sum of counts (`totals`). Each count is the FLOPs or bytes of one operation, in a block or in the rest
+of the model. Nothing is computed before the first formula is requested.
 
-Blocks of one kind must have equal counts. The first and the last may differ from the blocks in between (a reshard on
-the way in); the difference is a constant.
+Blocks of one kind must have equal counts. Only the first and the last block may differ from the blocks in between, e.g.
+by a reshard of the first block's input. Their difference is a constant in the formula.
 """
 
 from __future__ import annotations
@@ -41,35 +41,42 @@ QUANTITIES = (
 """Names of formulas, explained in docs/reference/formulas.md."""
 
 _OF_MODEL = ("step_flops", "parameters", "tokens")
-"""Quantities of the whole model; all others are per rank, averaged over stages."""
+"""Quantities of the whole model. The other quantities are per rank, averaged over stages."""
 
 _OF_STEP = ("step_flops", "rank_flops", "tokens")
-"""Quantities of a step, which sum over micro-batches."""
+"""Quantities of a whole step, summed over micro-batches."""
 
 
 class Counts(Protocol):
-    """Counts the parts of a plan's quantities, at sizes that may be symbols."""
+    """Counts the FLOPs, bytes or elements that make up a quantity of a plan, as expressions in symbols."""
 
     def sizes(self, dims: InputDims | None) -> tuple[InputSize, ...]:
-        """Sizes of the inputs; `dims` is as of `Plan.formula`."""
+        """Return the input sizes that may be symbols; `dims` is the argument of `Plan.formula`."""
         ...
 
     def lists(self) -> Sequence[BlockList]:
-        """The model's lists of blocks."""
+        """Return the model's lists of blocks."""
         ...
 
     def axes(self, plan: Plan) -> Mapping[str, int]:
-        """The axes with symbols in formulas, and their sizes."""
+        """Return the mesh axes that have symbols in formulas, with their sizes in the plan."""
         ...
 
     def of(self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> Iterable[Counted]:
-        """Count a quantity; `sizes` are the symbolic input sizes, `axes` the size of each axis."""
+        """Yield the counts of a quantity.
+
+        Args:
+            plan: the plan.
+            name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
+            sizes: the input sizes that are symbols; the other sizes are those of the example inputs.
+            axes: name of a mesh axis to its size, a symbol or a number.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFormulas:
-    """The formulas of a plan. They hold its model, so they are dropped when a plan is pickled."""
+    """The formulas of a plan. They refer to the plan's model, so they are dropped when the plan is pickled."""
 
     counts: Counts
 
@@ -79,7 +86,7 @@ class PlanFormulas:
     def formula(
         self, plan: Plan, name: str, *, dims: InputDims | None, fixed: Collection[str], even: bool
     ) -> sympy.Expr:
-        """Find a formula; see `Plan.formula`."""
+        """Return the formula of a quantity, as documented at `Plan.formula`."""
         of_axes = self.counts.axes(plan)
         _check_name(name, [*of_axes, *([PIPELINE_AXIS] if plan.stages else ())])
         sizes, blocks = self.counts.sizes(dims), block_symbols(self.counts.lists())
@@ -97,7 +104,7 @@ class PlanFormulas:
 
 
 def _no_formulas() -> None:
-    """A plan's formulas in another process."""
+    """Return None, the formulas of a plan that was pickled."""
 
 
 def _check_name(name: str, axes: Iterable[str]) -> None:
@@ -118,13 +125,14 @@ def _check_fixed(fixed: Collection[str], known: Sequence[str]) -> None:
 
 @dataclass
 class CountsOfPlan:
-    """Counts of plans from `autoshard.plan`, as `Counts`.
+    """The `Counts` of plans from `autoshard.plan`.
 
     Args:
-        trace: traces a request.
-        request: request of the plan, for one micro-batch.
-        cluster_for: maps a mesh to its hardware.
-        state_bytes_per_parameter_byte: size of optimizer state, if the program does not contain the state.
+        trace: traces the program of a request.
+        request: the model and example inputs of the plan, for one micro-batch.
+        cluster_for: returns the hardware of a mesh.
+        state_bytes_per_parameter_byte: bytes of optimizer state for each byte of a parameter. It is used if the
+            program does not contain the state.
         cut: cuts a traced program into the stages of a plan.
     """
 
@@ -155,7 +163,7 @@ class CountsOfPlan:
     def _of_stages(
         self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]
     ) -> Iterator[Counted]:
-        """The counts of each stage; a plan without stages counts as one stage."""
+        """Yield the counts of all stages for one micro-batch; a plan without stages has one stage."""
         for number, stage in enumerate(plan.stages or (plan,)):
             counts = self._counts_of(plan, number, sizes, {ALONE: 1, **axes})
             found = list(self._of_stage(stage, counts, name))
@@ -179,7 +187,11 @@ class CountsOfPlan:
         return counts.local(reader_of(name))
 
     def _counts_of(self, plan: Plan, number: int, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> PlanCounts:
-        """The counts of a stage of a plan."""
+        """Return the counts of stage `number`, with cached fits.
+
+        Raises:
+            FormulaError: the model's program is no longer that of the plan.
+        """
         stage = (plan.stages or (plan,))[number]
         key = (number, sizes, stage.recompute.nodes, stage.offload.nodes)
         if key not in self._fitted:
@@ -200,7 +212,7 @@ class CountsOfPlan:
         return known
 
     def _sends(self, plan: Plan, number: int) -> Mapping[str, int]:
-        """Number of sends per micro-batch of each value that a stage sends to stages on other ranks, by name."""
+        """Return how often a stage sends each of its values to stages on other ranks, in one micro-batch, by name."""
         assert plan.order is not None, "a plan with stages has an order"
         ranks, found = plan.order.stage_ranks, Counter[str]()
         for crossing in self._cut(plan, self.request, (plan.cuts,)).crossings:
@@ -209,7 +221,7 @@ class CountsOfPlan:
         return found
 
     def _program(self, plan: Plan, number: int, sizes: Sequence[InputSize], point: Point) -> Program:
-        """The prepared program of a stage, at other sizes of the inputs."""
+        """Return the prepared program of stage `number`, at the input sizes of `point`."""
         args, kwargs = resize(self.request.args, self.request.kwargs, sizes, point)
         request = replace(self.request, args=args, kwargs=kwargs)
         try:
@@ -223,7 +235,7 @@ class CountsOfPlan:
             raise cannot_resize(sizes, point, error) from error
 
     def _cut(self, plan: Plan, request: Request, key: object) -> CutProgram:
-        """The stages of a call, traced once for all of them."""
+        """Return the program of a request cut into the plan's stages; cached under `key`."""
         assert self.cut is not None, "plans with stages are cut"
         if key not in self._cuts:
             self._cuts[key] = self.cut(self.trace(replace(request, update=None)), plan)

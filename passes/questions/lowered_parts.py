@@ -1,4 +1,8 @@
-"""Parts of quantities, read off a lowered program: its contractions, collectives, saved values, inputs and results."""
+"""Read the FLOPs and bytes of a quantity off a lowered program, one part for each operation or value.
+
+The operations are contractions (matrix products and attention) and collectives. The values are saved values, inputs and
+results.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +38,12 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """A part of a quantity, from one operation of a lowered program.
+    """The part of a quantity that comes from one operation or value of a lowered program.
 
     Args:
-        label: label of the operation.
-        dims: local sizes that it depends on.
-        count: the quantity as a function of such sizes.
+        label: the operation or value in words.
+        dims: the dims on a rank that the part depends on.
+        count: returns the FLOPs or bytes for given dims, which may be expressions.
     """
 
     label: str
@@ -48,27 +52,34 @@ class CountedPart:
 
 
 Parts = Iterator[tuple[str, CountedPart]]
-"""Sites of the traced program, and parts."""
+"""Pairs of the name of a traced node and a part that its lowered form contributes."""
 
 Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
-"""Reads a quantity off a lowered program, for axes of these sizes."""
+"""A function that takes a lowered program and the size of each mesh axis, and yields the parts of a quantity."""
 
 
 def reader_of(name: str) -> Read:
-    """The reader of a rank's quantity; of "communication_bytes_data", of the bytes sent over an axis."""
+    """Return the function that reads a quantity of a rank.
+
+    The quantity "communication_bytes_data" is the bytes that the rank sends over the axis "data".
+    """
     _, _, axis = name.partition("communication_bytes")
     return _READERS.get(name) or partial(_sent, axis=axis.removeprefix("_"))
 
 
 def sent_at_cuts(phased: PhasedProgram, sends: Mapping[str, int]) -> Parts:
-    """Bytes of results by name, times how often each is sent."""
+    """Yield the bytes of each result in `sends`, which maps its name to the number of times that it is sent."""
     for item in phased.lowered.outputs:
         if item.slot.name in sends:
             yield _slot(phased, item, times=sends[item.slot.name])
 
 
 def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """FLOPs of products and attention."""
+    """Yield the FLOPs of matrix products and attention.
+
+    Raises:
+        FormulaError: a call exchanges tensors inside (ring attention), so its FLOPs differ between ranks.
+    """
     for site, node in _calls(phased):
         if is_collective(node) or is_wait(node) or not contracts(node):
             continue
@@ -83,7 +94,7 @@ def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
 
 
 def contracts(node: fx.Node) -> bool:
-    """Whether a call is a product, or attention."""
+    """Whether a call is a matrix product or attention."""
     if not isinstance(node.target, torch._ops.OpOverload) or not operands_of(node):
         return False
     done = work(operator_name(node), *tensor_infos(node), _literals(node))
@@ -91,7 +102,7 @@ def contracts(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
-    """The FLOPs of a call whose operands and results have these dims, in order.
+    """Return the FLOPs of a call, given the dims of all its operands and then of all its results, in one sequence.
 
     Raises:
         FormulaError: the FLOPs depend on which of two sizes is larger.
@@ -118,7 +129,7 @@ def _literals(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _sent(phased: PhasedProgram, axes: Mapping[str, Size], axis: str) -> Parts:
-    """Bytes that each rank sends over an axis ("" for any), with ring algorithms."""
+    """Yield the bytes that each rank sends over an axis with ring algorithms; "" stands for all axes."""
     for site, node in _calls(phased):
         if exchanges(node):
             raise FormulaError(
@@ -135,18 +146,18 @@ def _sent(phased: PhasedProgram, axes: Mapping[str, Size], axis: str) -> Parts:
 
 
 def _saved(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Bytes that the forward saves for the backward, without inputs and parameters."""
+    """Yield the bytes that the forward saves for the backward, without inputs and parameters."""
     return _owned(phased, phased.saved)
 
 
 def _gradients(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Bytes of gradients that leave the program, or that the backward carries into the update."""
+    """Yield the bytes of gradients that leave the program, or that the backward passes to the update."""
     yield from _owned(phased, phased.carried)
     yield from (_slot(phased, item) for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT)
 
 
 def _held(phased: PhasedProgram, axes: Mapping[str, Size], kind: InputKind) -> Parts:
-    """Bytes of inputs of a kind."""
+    """Yield the bytes of the program's inputs of one kind, e.g. of its parameters."""
     return (_slot(phased, item) for item in phased.lowered.inputs if item.slot.kind is kind)
 
 
@@ -165,7 +176,7 @@ def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, 
 
 
 def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
-    """Bytes of values that calls make; views count once with their base."""
+    """Yield the bytes of the values with these names, if calls make them. Views of one value count once."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in names:
@@ -184,12 +195,12 @@ def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
 
 
 def _bytes(label: str, shape: Sequence[int], each: Size) -> CountedPart:
-    """So many bytes for each element."""
+    """Return a part of `each` bytes for every element of a tensor of this shape."""
     return CountedPart(label, tuple(shape), lambda dims: math.prod(dims) * each)
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether a node's result is in the memory of its operand."""
+    """Whether a node's result shares the memory of its operand."""
     if node.target is operator.getitem:
         return _is_alias(node.all_input_nodes[0])
     return node.op == "call_function" and (is_view(node) or is_wait(node))
@@ -202,5 +213,5 @@ def _calls(phased: PhasedProgram) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _site(node: fx.Node) -> str:
-    """The traced node of a local call."""
+    """Return the name of the traced node that a local call was lowered from."""
     return str(node.meta[EMITTED_AT])

@@ -1,11 +1,12 @@
-"""Counts of a plan's step as expressions in sizes, read off its lowered program at a few sizes.
+"""Count the FLOPs and bytes of a plan's step as expressions in sizes, from its lowered program at a few sizes.
 
-1. The program is traced at a few sizes of the inputs, and each dim of its values is fitted (`fit_sizes`).
-2. The plan is lowered at its own sizes, with each input size and each mesh axis changed, and with all changed. Reshards
-   take the steps of the plan's own sizes.
-3. The parts of a quantity are read off these programs (`lowered_parts`). Their local shapes are those of values as the
-   plan splits them, if these are right in all programs. Otherwise each local size is matched with the shares of global
-   sizes. The parts are counted with these expressions.
+1. Trace the program at a few sizes of the inputs, and fit each dim of its values (`fit_sizes`).
+2. Lower the plan at its own sizes. Lower it again with each input size and each mesh axis changed alone, and with all
+   of them changed. Reshards always take the steps that they take at the plan's own sizes.
+3. Read the parts of a quantity off these lowered programs (`lowered_parts`). A part depends on dims on a rank, which
+   are numbers in each program. Find an expression for each dim: from the shape of a value as the plan splits it, if
+   this shape agrees with all programs. Otherwise search for a global dim, divided by mesh axes, that agrees.
+4. Count the parts with these expressions.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from passes.recomputation.recompute import original_of
 from passes.strategies.enumerate_strategies import operands_of, resolve
 
 _At = Mapping[sympy.Symbol, int]
-"""The value of each symbol."""
+"""The value of each symbol in one of the lowered programs."""
 
 
 @dataclass
 class PlanCounts:
-    """Counts of one plan without stages.
+    """The counts of one plan without stages, or of one stage. Each method yields pairs of a block and a count.
 
     Args:
-        fitted: the prepared program that the plan is for.
+        fitted: the prepared program that the plan is for, with fitted shapes.
         plan: the plan.
-        axes: size of each mesh axis, a symbol or a number.
-        step_cost: the price of a reshard's step on the plan's own mesh.
+        axes: name of a mesh axis to its size, a symbol or a number.
+        step_cost: returns the price of one step of a reshard on the plan's own mesh.
     """
 
     fitted: FittedProgram
@@ -66,19 +67,19 @@ class PlanCounts:
     _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
     def step_flops(self) -> Iterator[Counted]:
-        """FLOPs of products and attention, on global shapes; a recomputed call counts once."""
+        """Yield the FLOPs of matrix products and attention on global shapes; a recomputed call counts once."""
         for node in self.fitted.program.graph.nodes:
             if node.op == "call_function" and original_of(node) is None and contracts(node):
                 dims = [dim for shape in self._shapes(node.name) for dim in shape]
                 yield self.fitted.places.get(node.name), flops_of(node, dims)
 
     def parameters(self) -> Iterator[Counted]:
-        """Elements of the whole model's parameters."""
+        """Yield the numbers of elements of the whole model's parameters."""
         for slot in self.fitted.program.inputs_of(InputKind.PARAMETER):
             yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
     def tokens(self) -> Iterator[Counted]:
-        """Elements of the first integer input; none without such an input."""
+        """Yield the number of elements of the first integer input; nothing if there is no integer input."""
         nodes = self.fitted.program.nodes_by_name()
         for slot in self.fitted.program.inputs_of(InputKind.INPUT):
             value = nodes[slot.node].meta["val"]
@@ -87,15 +88,15 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Bytes of values that a stage sends to other stages, given the number of sends by name."""
+        """Yield the bytes that a stage sends to other stages, given how often it sends each value, by name."""
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 
     def local(self, read: Read) -> Iterator[Counted]:
-        """A quantity of a rank, from the parts read off the lowered programs.
+        """Yield the counts of a rank's quantity, from the parts that `read` finds in the lowered programs.
 
         Raises:
-            FormulaError: a part differs between sizes, or has a size that is no share of the model's.
+            FormulaError: a part exists at some sizes only, or one of its dims is no global dim divided by mesh axes.
         """
         found = [(at, _by_site(read(phased, self.axes))) for at, phased in self._walked()]
         (base, first), *others = found
@@ -116,7 +117,10 @@ class PlanCounts:
     # Lowered programs.
 
     def _walked(self) -> list[tuple[_At, PhasedProgram]]:
-        """Lowered programs with the values of all symbols: the plan's own, one for each symbol, and one for all."""
+        """Return the lowered programs of step 2 of the module's docstring, each with the values of all symbols.
+
+        The first has the plan's own sizes. An axis of size one is larger in all of them, so that it has collectives.
+        """
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh
             own = tuple(size.value for size in sizes)
@@ -147,7 +151,7 @@ class PlanCounts:
         return self._programs
 
     def _first(self, tried: Iterator[tuple[Point, Mesh]]) -> tuple[Point, Mesh] | None:
-        """The first sizes of inputs and mesh that the plan can run."""
+        """Return the first pair of input sizes and mesh that the plan can be lowered for; None if there is none."""
         for point, mesh in tried:
             try:
                 self._lower(point, mesh)
@@ -166,9 +170,15 @@ class PlanCounts:
     # Local sizes.
 
     def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
-        """The expressions of the sizes `seen` in the programs of these numbers, for a site's emitted nodes.
+        """Return an expression for each dim of a part.
 
-        They are the shape of one of its values as the plan splits it, or each a share of some dim of the model.
+        The expressions are the local shape of one of the site's values, if it agrees with `seen`. Otherwise each dim is
+        matched alone (`_dim`).
+
+        Args:
+            site: the traced node that the part belongs to.
+            seen: index of a lowered program to the dims of the part in this program.
+            label: the part's label.
         """
         shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
         for _, shape in shapes:
@@ -178,7 +188,11 @@ class PlanCounts:
         return [self._dim(site, dict(zip(seen, column, strict=True)), label) for column in columns]
 
     def _local_shapes(self, site: str) -> list[tuple[str, Shape]]:
-        """The shapes on a rank of a node's operands and results, of all together, and of its reshards by axis."""
+        """Return the shapes on a rank that a part of this node may have, each with a mesh axis or "".
+
+        The axis is that of a reshard's step, for shapes in the step. Shapes with "" are those of the node's operands
+        and results, and the concatenation of all of these.
+        """
         if site not in self._shapes_of:
             node, found = self.fitted.program.nodes_by_name()[site], list[tuple[str, Shape]]()
             makers = [(tail.name, index) for tail, index in map(resolve, operands_of(node))]
@@ -197,21 +211,21 @@ class PlanCounts:
 
     @cached_property
     def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """The steps of reshards by reader, maker and result index."""
+        """The steps of all reshards, by (reader, maker, index of the maker's result)."""
         found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
         for place, steps in self._steps.items():
             found[place[:3]] += steps
         return found
 
     def _sent(self, shape: Shape, step: ReshardStep) -> list[Shape]:
-        """The shapes of a value before and after a step, and of the pieces that it sends or gathers."""
+        """Return the local shapes of a value before and after a step, and of the pieces that the step exchanges."""
         before, after, ranks = self._local(shape, step.source), self._local(shape, step.target), self.axes[step.axis]
         if step.to_dim is None:
             return [before, (ranks, *before), after]
         return [(ranks, *before[: step.to_dim], after[step.to_dim], *before[step.to_dim + 1 :]), before, after]
 
     def _local(self, shape: Shape, spec: PartitionSpec) -> Shape:
-        """The padded shape on each rank."""
+        """Return the shape on each rank, including padding, of a value with this global shape and spec."""
         return tuple(self._share(dim, [self.axes[axis] for axis in spec.axes_of(n)]) for n, dim in enumerate(shape))
 
     def _share(self, dim: Size, axes: Sequence[Size]) -> Size:
@@ -219,13 +233,18 @@ class PlanCounts:
         return dim if pieces == 1 else ceil_div(dim, pieces)
 
     def _values(self, size: Size) -> Sequence[int]:
-        """The values of an expression in the lowered programs."""
+        """Return the value of an expression in each lowered program."""
         if size not in self._evaluated:
             self._evaluated[size] = [int(value_at(size, at)) for at, _ in self._programs]
         return self._evaluated[size]
 
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
-        """The expression equal to `sizes` in the programs of these numbers, if possible a share of the site's own dims.
+        """Return an expression for one dim of a part: if possible one of the site's own dims, divided by mesh axes.
+
+        Args:
+            site: the traced node that the part belongs to.
+            sizes: index of a lowered program to the dim in this program.
+            label: the part's label, for the message.
 
         Raises:
             FormulaError: no expression fits.
@@ -248,7 +267,7 @@ class PlanCounts:
         return found
 
     def _shares_of(self, dims: tuple[Size, ...]) -> list[Size]:
-        """The shares of dims over mesh axes, and the axes' own sizes."""
+        """Return each dim divided by the sizes of each subset of mesh axes, and the sizes of the axes themselves."""
         if dims not in self._shares:
             axes = list(self.axes.values())
             subsets = [each for count in range(len(axes) + 1) for each in combinations(axes, count)]
@@ -258,7 +277,7 @@ class PlanCounts:
         return self._shares[dims]
 
     def _shapes(self, site: str) -> list[tuple[Size, ...]]:
-        """Global shapes of the operands and results of a node."""
+        """Return the global shapes of a node's operands, then of its results."""
         tails = map(resolve, operands_of(self.fitted.program.nodes_by_name()[site]))
         return [*(self.fitted.shapes[tail.name][index] for tail, index in tails), *self.fitted.shapes[site]]
 
@@ -274,7 +293,7 @@ def _by_site(parts: Iterator[tuple[str, CountedPart]]) -> dict[str, list[Counted
 
 
 def _resized(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """The mesh with other sizes of some axes, larger sizes first."""
+    """Yield the mesh with these axes twice, three times, four times and half as large, if the sizes are integers."""
     for factor in (Fraction(2), Fraction(3), Fraction(4), Fraction(1, 2)):
         sizes = {axis: size * (factor if axis in axes else 1) for axis, size in mesh.axes}
         if all(size.denominator == 1 and (axis not in axes or size > 1) for axis, size in sizes.items()):

@@ -1,13 +1,15 @@
-"""Counts of a recipe's price under another runtime, as expressions in sizes.
+"""Count the FLOPs and bytes of a recipe's price under another runtime, as expressions in sizes.
 
-1. Fold the model at a few lengths of its inputs, and price its layer classes there. Prices are taken for the recipe's
-   micro-batch and for twice as many sequences, on the recipe's axes and on axes of one rank. Fit the FLOPs and bytes of
-   each layer class as polynomials in sizes of inputs (`fit_sizes`). They are linear in the micro-batch and in one over
-   each axis.
-2. The quantities of a rank are arithmetic on its layer classes, as in `price_recipe`. They count each collective (twice
+A layer class is all blocks of one kind, or the part of the model before or after its blocks.
+
+1. Trace the model at a few lengths of its inputs, and sort its layers into layer classes. Price each class for the
+   recipe's micro-batch and for twice as many sequences, on the recipe's axes and on axes of one rank.
+2. Fit the FLOPs and bytes of each layer class as polynomials in sizes of inputs (`fit_sizes`). They are linear in the
+   micro-batch, and in one over the size of each axis.
+3. Compute the quantities of a rank from its layer classes, as `price_recipe` does. They include each collective (twice
    for recomputed blocks), ZeRO's gathers and reductions, and the transfers between stages.
 
-If the stages of a pipeline differ, a rank's share is the mean over them. Splits count as even.
+If the stages of a pipeline differ, a rank's share is the mean over stages. All splits count as even.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from passes.search.price_memory import kept_bytes, state_bytes
 
 _AXES = ("data", "context", "tensor", "expert", "pipeline")
 _SPLIT_BY = ("tensor", "context", "expert")
-"""Axes that split the work of layer classes."""
+"""Axes that split the work within a layer class."""
 
 _BATCH, _MICRO_BATCH = "batch", "micro_batch"
 _ENDS = (BEFORE, AFTER)
@@ -52,17 +54,20 @@ _HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_pa
 _STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 
 Tally = Mapping[str, Any]
-"""FLOPs and bytes of a layer class for one micro-batch on one rank, by name."""
+"""Name of a number ("flops", "saved_bytes", "forward tensor") to its value for a layer class.
+
+The value is for one micro-batch on one rank.
+"""
 
 
 @dataclass
 class CountsOfPrice:
-    """Counts of a plan of `autoshard.price`, see `formulas.Counts`.
+    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made.
 
     Args:
-        fold: example inputs (arguments by position, and by name) to the folded model.
+        fold: takes example inputs (args, kwargs); returns the model sorted into layer classes.
         args, kwargs: the example inputs.
-        recipe: the recipe.
+        recipe: the recipe that is priced.
         cluster: the hardware.
     """
 
@@ -106,8 +111,9 @@ class CountsOfPrice:
             yield None, _over(name, counts.handed_on([tallies[layer] for layer in dict.fromkeys(blocks)]))
 
     def _tallies(self, sizes: tuple[InputSize, ...]) -> Mapping[str, Tally]:
-        """Return the tallies of layer classes in sizes of inputs, the micro-batch and axes; under "", tokens of a
-        sequence.
+        """Return the tally of each layer class, as expressions in sizes of inputs, the micro-batch and mesh axes.
+
+        The tally under the key "" has the number of tokens of a sequence.
         """
         if sizes not in self._fitted:
             keys: list[tuple[str, str]] = []
@@ -139,12 +145,12 @@ class CountsOfPrice:
         return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Return the sizes to price at: two micro-batches, and two sizes of each axis that splits layer classes."""
+        """Return pairs of sizes to price at: two micro-batch sizes, then two sizes of each axis of `_split`."""
         own = self.recipe.micro_batch
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """Map layer class and name to the numbers at each point of the trials."""
+        """Return (layer class, name of a number) to the number's values on the grid of `_trials`."""
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
@@ -156,7 +162,10 @@ class CountsOfPrice:
 
 
 def _numbers_of(price: LayerPrice) -> dict[str, float]:
-    """Return the FLOPs and bytes of a layer class. Collectives over an axis count bytes ("forward tensor")."""
+    """Return the numbers of a layer class by name.
+
+    For example, "forward tensor" is the bytes of the forward's collectives over the axis "tensor".
+    """
     found = {name: getattr(price, name) for name in _HELD}
     found["flops"] = price.forward.busy.flops + price.backward.busy.flops
     for phase, name in ((price.forward, "forward"), (price.backward, "backward")):
@@ -171,23 +180,27 @@ def _no_phase(name: str) -> PhasePrice:
 
 
 def _inverse(axis: str) -> sympy.Symbol:
-    """Return the symbol of one over the size of an axis."""
+    """Return the symbol that stands for 1 / (size of an axis)."""
     return size_symbol(f"1/{axis}")
 
 
 def _over(name: str, sent: Mapping[str, Any]) -> Any:
-    """Return the bytes of a quantity, from the bytes sent by axis."""
+    """Return the bytes sent over the axis in the name of a quantity, or over all axes if it names none.
+
+    `sent` has the bytes sent over each axis.
+    """
     return sum(size for axis, size in sent.items() if name in (COMMUNICATION, f"{COMMUNICATION}_{axis}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _RecipeCounts:
-    """Arithmetic of a recipe on the tallies of its layer classes.
+    """Computes the quantities of a recipe from the tallies of its layer classes.
 
     Args:
-        recipe: gives flags, dtypes and schedule.
-        batch: sequences of a step; `micro_batch`: of one forward of a replica.
-        axes: sizes of "data", "context", "tensor", "expert", "pipeline".
+        recipe: the recipe; its flags, dtypes and schedule are used, its sizes are not.
+        batch: number of sequences of a step.
+        micro_batch: number of sequences in one forward of one data-parallel replica.
+        axes: "data", "context", "tensor", "expert" and "pipeline" to their sizes.
     """
 
     recipe: Execution
@@ -196,7 +209,10 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return a layer class's part of a quantity; for quantities of a rank, the mean over pipeline ranks."""
+        """Return the part of quantity `name` that comes from one block of a layer class, or from an end of the model.
+
+        Quantities of a rank are means over pipeline ranks.
+        """
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
         if name.startswith(COMMUNICATION):
@@ -216,7 +232,10 @@ class _RecipeCounts:
         return whole["parameters"] + whole["expert_parameters"]
 
     def handed_on(self, blocks: Sequence[Tally]) -> dict[str, Any]:
-        """Bytes sent between stages, forward and backward, and bytes of gathering their values over the tensor axis."""
+        """Return the bytes that a rank sends for values between stages in a step, forward and backward, by axis.
+
+        Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.
+        """
         recipe, pipeline, tensor = self.recipe, self.axes["pipeline"], self.axes["tensor"]
         entering = list(dict.fromkeys(self._at(block, self.axes)["entering_bytes"] for block in blocks))
         whole: Any = entering[0] if len(entering) == 1 else sympy.Max(*entering)
@@ -226,7 +245,7 @@ class _RecipeCounts:
         return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
 
     def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
-        """Return a tally for this micro-batch on axes of these sizes."""
+        """Return a tally with this micro-batch and these sizes of axes in place of its symbols."""
         at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
         return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
 
@@ -235,7 +254,13 @@ class _RecipeCounts:
         return self.batch / (self.micro_batch * self.axes["data"])
 
     def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
-        """Bytes that each rank sends, by axis; groups of several axes count as "data"."""
+        """Return the bytes that each rank sends in a step for a layer class, by axis.
+
+        Collectives over several axes at once count as "data".
+
+        Raises:
+            FormulaError: experts' dispatch is merged, so the bytes depend on values.
+        """
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
                 "The bytes of a merged dispatch depend on the ranks of a token's experts, so they have no formula. For "
@@ -249,8 +274,13 @@ class _RecipeCounts:
         return sent
 
     def _exchanged(self, dense: Any, expert: Any) -> Any:
-        """Bytes of reduced gradients and gathered parameters, see `price_ends.exchange_times` and
-        `price_recipe.sharded_time`.
+        """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
+
+        The times of these collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
+
+        Args:
+            dense: number of parameters outside of experts.
+            expert: number of parameters of experts.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
@@ -280,5 +310,5 @@ class _RecipeCounts:
 
 
 def _gather(whole: Any, ranks: Any) -> Any:
-    """Bytes that a rank sends to gather `whole` bytes, or to reduce and scatter them."""
+    """Return the bytes that a rank sends to gather `whole` bytes over `ranks`, or to reduce and scatter them."""
     return whole * (ranks - 1) / ranks

@@ -1,4 +1,4 @@
-"""Roles of a plan's mesh axes, in the words of `passes.planning.restrictions`."""
+"""Find the role that each mesh axis has in a plan, e.g. "tensor" or "fsdp" (`passes.planning.restrictions.ROLES`)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from passes.planning.parameter_uses import gradient_of, uses_of
 from passes.planning.restrictions import matrices, users
 
 SpecOf = Callable[[str], tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]]
-"""Specs of the operands and of the results of a site."""
+"""A function that takes a site's name and returns the specs of its operands and of its results, in a plan."""
 
 
 Stages = Sequence[tuple[PlanningProblem, SpecOf]]
-"""The planning problem of each stage, and the specs of its plan."""
+"""For each stage, its planning problem and the specs of its plan."""
 
 
 def role_of(stages: Stages, axis: str) -> str:
-    """The role of a mesh axis in a plan, by the layout of most parameter elements; "" without a role.
+    """Return the role of a mesh axis in a plan: "tensor", "fsdp", "zero-2", "zero-1" or "data"; "" without a role.
+
+    The role is that which the axis has for most elements of the model's matrices.
 
     Args:
         stages: stages of the plan.
-        axis: axis of a stage's mesh.
+        axis: an axis of the stages' meshes.
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     for planning, specs in stages:
@@ -35,13 +37,13 @@ def role_of(stages: Stages, axis: str) -> str:
 
 
 def has_role(stages: Stages, axis: str, feature: str) -> bool:
-    """Whether a plan uses an axis for something; ZeRO-2 is ZeRO-1 with gradients reduced to pieces."""
+    """Whether a mesh axis has the role `feature` in a plan. ZeRO-2 includes ZeRO-1."""
     role = role_of(stages, axis)
     return role == feature or (feature, role) == ("zero-1", "zero-2")
 
 
 def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> Iterator[tuple[str, int]]:
-    """The role of an axis for each matrix, and the matrix's elements."""
+    """Yield, for each matrix of a stage, the role of an axis and the matrix's number of elements."""
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
     nodes = planning.space.program.nodes_by_name()
     for slot in matrices(planning):

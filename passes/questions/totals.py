@@ -1,4 +1,4 @@
-"""Sums of counts over a model's blocks, which are linear in the number of blocks of each kind."""
+"""Sum counts over a model's blocks into one expression, linear in the number of blocks of each kind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from cost_models.formulas import Size, size_symbol
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """A block of a program: the path of its list, its kind (blocks of a kind are equal), and its position.
+    """A block of a program.
 
-    `stands_for` is the number of the model's blocks that it represents; more than one beside blocks left out.
+    Args:
+        path: path of the list that contains the block ("model.layers").
+        kind: number of its kind; blocks of one kind are equal.
+        position: its position in the list.
+        stands_for: the number of the model's blocks that it represents; more than one if the program leaves out blocks.
     """
 
     path: str
@@ -28,17 +32,17 @@ class BlockPlace:
 
 
 COMMUNICATION = "communication_bytes"
-"""The quantity of bytes sent over any axis; "communication_bytes_data" is that over one axis."""
+"""Name of the quantity of bytes sent over all axes. "communication_bytes_data" is the bytes sent over axis "data"."""
 
 Counted = tuple[BlockPlace | None, Size]
-"""A part of a count, and its block."""
+"""A block and the FLOPs, bytes or elements of one operation in it; None for operations outside of blocks."""
 
 
 def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
-    """(path of a list, kind) to the symbol of how many blocks of the kind there are.
+    """Return (path of a list, kind of block) to the name of the symbol for the number of blocks of this kind.
 
-    "layers", with the list's path behind it where there are several lists ("layers_encoder_block"), and the number of
-    the kind where a list has several ("layers_0").
+    The name is "layers". If there are several lists, the list's path follows ("layers_encoder_block"). If a list has
+    several kinds of blocks, the number of the kind follows ("layers_0").
     """
     found: dict[tuple[str, int], str] = {}
     for item in lists:
@@ -50,7 +54,12 @@ def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
 
 
 def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fixed: Collection[str] = ()) -> Size:
-    """The sum of counts, linear in the number of blocks of each kind, except for fixed numbers.
+    """Return the sum of counts as an expression, linear in the number of blocks of each kind.
+
+    Args:
+        counts: counts of operations, each with its block.
+        symbols: result of `block_symbols`.
+        fixed: symbols that are replaced by their numbers.
 
     Raises:
         FormulaError: blocks of one kind have different counts.
@@ -73,7 +82,10 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
 
 
 def _linear(symbol: str, blocks: Sequence[Any]) -> Size:
-    """Count inner blocks by their number, and the first and the last separately."""
+    """Return the sum over blocks: symbol times the count of an inner block, plus a constant for first and last block.
+
+    `blocks` has the counts of the traced blocks of one kind, in order.
+    """
     between = blocks[1:-1] or blocks
     if any(item != between[0] for item in between):
         raise FormulaError(

@@ -1,4 +1,4 @@
-"""Repeat a search until its choice fits by the count of the lowered program.
+"""Repeat a search until its choice fits in memory, as counted on the lowered program.
 
 A search counts memory by approximate tables. If the tables count too little, the search is repeated with a limit
 smaller by the excess. If they count too much, the search may find no choice. Then the choice that is smallest by the
@@ -19,21 +19,21 @@ from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
 PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
-"""The most bytes in use on each rank under a choice of a problem, counted on its lowered program."""
+"""A function from a problem and a choice to the most bytes in use on each rank, counted on the lowered program."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies together with the values that it restores; its cost includes their recomputation and
+    """A choice of strategies, with the values that it recomputes and offloads. Its cost includes recomputation and
     copies.
 
     Args:
-        planning: the problem of the program that restores values; its variables are those of the program that keeps
-            all.
-        solution: one option per variable.
+        planning: the problem of the program that restores values. Its variables are those of the program that keeps all
+            values.
+        solution: one option for each variable.
         restored: the recomputed and offloaded nodes.
-        recomputable, offloadable: number of nodes that might have been recomputed or offloaded.
-        host_bytes: bytes that the host holds for each rank.
+        recomputable, offloadable: number of nodes that could have been recomputed or offloaded.
+        host_bytes: bytes of host memory for each rank.
         counted_bytes: the most bytes in use on each rank by the search's tables; infinite if not needed.
     """
 
@@ -46,7 +46,7 @@ class JointSolution:
     counted_bytes: float = math.inf
 
     def peak_bytes(self, peak_of: PeakOf) -> float:
-        """The most bytes in use on each rank, by the lowered program."""
+        """Return the most bytes in use on each rank, counted on the lowered program."""
         return peak_of(self.planning, self.solution.choice)
 
 
@@ -57,17 +57,16 @@ def fitting(
     control: SearchControl,
     peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """Return a choice that fits; else None and a sufficient limit in bytes, or None if no such limit is known.
+    """Return (choice, None) with a choice that fits in memory. If none is found, return (None, sufficient limit).
 
-    A search within a sufficient limit finds a choice that fits, at least a frugal one.
+    A search within the sufficient limit finds a choice that fits. The limit is in bytes, and None if it is unknown.
 
     Args:
-        attempt: returns the cheapest choice within a limit by the search's tables; raises `DoesNotFitError` without
-            one.
+        attempt: returns the cheapest choice within a limit by the search's tables, or raises `DoesNotFitError`.
         frugal: returns choices of small memory, the same at each call.
         limit: bytes on each rank.
         control: once it is over, only the first attempt is made.
-        peak_of: counts lowered programs.
+        peak_of: counts the memory of a choice on its lowered program.
     """
     asked, bound = limit, None
     for _ in range(_ATTEMPTS):
@@ -90,10 +89,10 @@ def fitting(
 
 
 _ATTEMPTS = 6
-"""Number of searches at most."""
+"""The largest number of searches."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """Return a solution with another bound."""
+    """Return a solution with another lower bound, which is at most its cost."""
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

@@ -1,4 +1,4 @@
-"""Calls of a program's forward: the later readers of their values, and the values that may be restored."""
+"""The calls of a program's forward: which calls read their values later, and which values may be restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass
 class ForwardCalls:
-    """The calls of the forward of a search space, and all links by the names of their sites."""
+    """The calls of the forward of a search space.
+
+    A link joins a result of a site (a node) to a site that reads it. `readers` has the links from a site by the site's
+    name, and `operands` has the links to it.
+    """
 
     space: SearchSpace
     readers: dict[str, list[Link]] = field(init=False, default_factory=lambda: defaultdict(list))
@@ -29,12 +33,12 @@ class ForwardCalls:
 
     @cached_property
     def forward(self) -> tuple[str, ...]:
-        """Sites of calls of the forward, in order."""
+        """Names of the sites of forward calls, in order."""
         return tuple(filter(self.is_forward, self.space.sites))
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Place of each site in the program."""
+        """Index of each site in the program, by name."""
         return {name: index for index, name in enumerate(self.space.sites)}
 
     def is_forward(self, name: str) -> bool:
@@ -43,15 +47,15 @@ class ForwardCalls:
         return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
     def is_late(self, link: Link) -> bool:
-        """Whether a link's value is read after the forward."""
+        """Whether a link's value is read after the forward by a call. Results that leave the program do not count."""
         return not self.is_forward(link.head) and not leaves_program(self.space.sites[link.head], link)
 
     def may_be_remade(self, name: str) -> bool:
-        """Whether a value may be recomputed: its call is pure, and every reader may read a clone."""
+        """Whether a value may be recomputed: its call is pure, and every reader may read the recomputed value."""
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
-        """Whether a value owns its memory, and all later readers may read a copy from the host."""
+        """Whether a value may be offloaded: it owns its memory, and all later readers may read a copy from the host."""
         site = self.space.sites[name]
         assert site.node is not None, "calls have nodes"
         is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
@@ -59,13 +63,13 @@ class ForwardCalls:
         return not is_alias and all(map(self._leaves_open, self.readers[name]))
 
     def _leaves_open(self, link: Link) -> bool:
-        """Whether a reader may read a restored value."""
+        """Whether a reader may read a restored value. Outputs of the program and the optimizer's update may not."""
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
 
 
 def _is_pure(site: Site) -> bool:
-    """Whether a second run of a call gives the same value, and does nothing else."""
+    """Whether a second run of a call gives the same value, and has no other effect."""
     assert site.node is not None, "calls have nodes"
     target = site.node.target
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

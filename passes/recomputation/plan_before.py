@@ -1,4 +1,4 @@
-"""A known plan as a solution of its program's planning problem, with its recomputed and offloaded values."""
+"""Read a known plan as a solution of a planning problem, with the plan's recomputed and offloaded values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from passes.solver.assignment import Solution
 
 
 def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, np.ndarray]) -> JointSolution | None:
-    """Return a plan as a solution of this problem, whose times and limits may differ; its bound is zero.
+    """Return a plan as a solution of a problem of the same program, whose prices and limits may differ.
 
-    None if the plan is for another mesh or program, or uses options that are not `allowed`.
+    The solution's lower bound is 0. The result is None if the plan is for another mesh or program, or uses options that
+    are not `allowed`.
     """
     if before.mesh != planning.space.mesh or not _is_of(before, planning):
         return None

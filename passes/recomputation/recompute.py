@@ -1,16 +1,14 @@
 """Recompute values of the forward in the backward, or fetch them from the host, instead of keeping them.
 
-Before → after: for each node `y = f(x)` to recompute, `y_again = f(x)` is inserted in the backward, just before the
-node
-that the plan names. All readers of `y` outside the forward read `y_again`. If an operand of the clone is recomputed
-too, the clone reads the operand's clone; else it reads the value that the forward keeps. The forward then keeps `y` no
-longer, because phases are cut by the readers of values. Clones have the phase "recompute", which runs within the
-backward.
+Before → after: for each node `y = f(x)` to recompute, a clone `y_again = f(x)` is inserted in the backward, just before
+the node that the plan names. All readers of `y` outside the forward then read `y_again`. If an operand of the clone is
+recomputed too, the clone reads the operand's clone. Otherwise it reads the value that the forward keeps. The forward
+keeps `y` no longer, because phases are cut by the readers of values. Clones have the phase "recompute", which runs
+within the backward.
 
-For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward, and `y_back =
-from_host(y_host)`
-just before the node that the plan names. All readers of `y` outside the forward, clones among them, read `y_back`. The
-forward then keeps `y_host`, which takes no memory of the device.
+For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward. `y_back = from_host(y_host)` is
+inserted just before the node that the plan names. All readers of `y` outside the forward, clones among them, then read
+`y_back`. The forward keeps `y_host`, which takes no memory of the device.
 
 A clone equals its original, because nodes are pure and random operators are indexed by a counter. A copy from the host
 equals its original, too. The verifier (`verify_preparation`) gives both one number, or refuses the program.
@@ -50,11 +48,12 @@ def moved_by(node: fx.Node) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InsertRecompute:
-    """The pass of the module's docstring.
+    """Insert clones that recompute values, and copies to and from the host. The module's docstring shows before →
+    after.
 
     Args:
-        nodes: the nodes to recompute, and where.
-        offloaded: the nodes to offload, and where they come back.
+        nodes: the nodes to recompute, each with the node before which its clone is inserted.
+        offloaded: the nodes to offload, each with the node before which it is fetched.
     """
 
     nodes: tuple[RecomputedNode, ...]
@@ -64,7 +63,7 @@ class InsertRecompute:
         """Return the program with clones and copies, over a graph of its own.
 
         Raises:
-            PlanMismatchError: the program lacks such a node, or reads a value before it is restored.
+            PlanMismatchError: the program lacks a named node, or reads a value before it is restored.
         """
         if not self.nodes and not self.offloaded:
             return program
@@ -89,8 +88,16 @@ def _find(named: Mapping[str, fx.Node], name: str) -> fx.Node:
 
 @dataclass(slots=True)
 class _RecomputeInsertion:
-    """The insertion. `waiting` has values yet to restore, `restored` clones and fetched copies, `copies` the copies
-    on the host.
+    """The insertion of clones and copies into a graph.
+
+    Args:
+        graph: the graph to change.
+        by_anchor: for each node before which values are restored, the nodes of these values.
+        offloaded: the nodes to offload.
+        order: index of each node in the graph before the change.
+        waiting: nodes that are not restored yet.
+        restored: for each restored node, its clone or the copy that is fetched.
+        copies: the copies on the host.
     """
 
     graph: fx.Graph
@@ -132,7 +139,10 @@ class _RecomputeInsertion:
         self._is_there(original, clone)
 
     def _fetch(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Copy a value to the host where it is made, and back before `anchor`. Each of several results is a value."""
+        """Copy a value to the host where it is made, and back before `anchor`. A node of several results is skipped.
+
+        The nodes that select its results are copied instead.
+        """
         if not isinstance(original.meta.get("val"), torch.Tensor):
             self.waiting.remove(original)
             return
@@ -150,7 +160,11 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Make all readers of a value outside the forward read the restored value."""
+        """Make all readers of a value outside the forward read the restored value.
+
+        Raises:
+            PlanMismatchError: a reader is before `anchor`.
+        """
         if original not in self.restored:
             return
         for reader in list(original.users):

@@ -1,9 +1,13 @@
-"""Memory of a program that may recompute or offload values, for each choice of strategies and policies.
+"""Count the memory of a program that may recompute or offload values, for each choice of strategies and policies.
 
-The items are those of a program with more sites (`recompute_split`). There each value of the forward has a *second
-life*: a further site that the rest of the step reads. Each possible recomputation is a site too. The first lives depend
-on no policies. A second life begins with the end of the first if the value is held, with its recomputation, or with its
-fetch from the host. Operands of a recomputation are in memory if the recomputation happens.
+A value of the forward has two lives. In its *first life* the forward reads it, and in its *second life* the rest of the
+step does. `recompute_split` makes a program with a further site (node) for each second life and for each possible
+recomputation. The items of memory are those of that program. First lives depend on no policies. A second life begins
+where the first life ends if the value is held, or else at its recomputation or its fetch from the host. Operands of a
+recomputation are in memory if the recomputation happens.
+
+An item (`UsedBytes`) is memory in use: an interval of program points, and a table of bytes. The table has an axis for
+each variable that the bytes depend on, over the variable's options.
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ from passes.strategies.repeated import RepeatedUnits, find_repeated, paths_where
 
 @dataclass
 class RecomputeMemory:
-    """The memory of the module's docstring.
+    """The memory of a program with recomputation and offload, as items.
 
     Args:
         planning: the problem without recomputation.
         options: the policies that each value may have.
+        spread: known tables over options and policies.
+        wholes: by view, known bytes of the whole memory that the view lies in.
     """
 
     planning: PlanningProblem
@@ -61,15 +67,16 @@ class RecomputeMemory:
 
     @cached_property
     def repeated(self) -> RepeatedUnits:
-        """The repeated units of the split space."""
+        """The repeated units of the program with second lives."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         restored = set(self.split.restored.values())
         return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Return pairs of site and item in memory; "" for an item that is not a value. Tables have all options and
-        policies.
+        """Return pairs of a site's name and an item of memory. The name is "" for an item that is not a value.
+
+        The tables of the items have all options and policies.
 
         Raises:
             NotAlikeError: the program leaves out blocks, and the blocks beside them do not hold alike values alike.
@@ -88,7 +95,7 @@ class RecomputeMemory:
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
-        """Return the values that stay in memory after their call, by the value or link that keeps the memory."""
+        """Return the items that stay in memory after their call, each with the value or link that keeps the memory."""
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))
@@ -107,7 +114,7 @@ class RecomputeMemory:
 
     @cached_property
     def _may_stay(self) -> frozenset[str]:
-        """Values of the forward whose end depends on policies: views, and values with a second life."""
+        """Names of values of the forward whose end depends on policies: views, and values with a second life."""
         sites = self.planning.space.sites
         forward = (name for name, site in sites.items() if site.phase == "forward" and not site.is_input)
         return frozenset(name for name in forward if name in self.split.late or sites[name].is_alias)
@@ -117,7 +124,7 @@ class RecomputeMemory:
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
     def _is_of_restored_view(self, kept: OnLink) -> bool:
-        """Whether a link keeps the memory of a recomputed view; its second life counts this memory."""
+        """Whether a link keeps the memory of a recomputed view. The view's second life counts this memory."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
         return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
@@ -130,9 +137,10 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """Return a value of the forward after its last use there, under the policies that hold or free the value.
+        """Return the item of a forward value after its last use in the forward, where a link still needs its memory.
 
-        Under policies that hold the value, its second life counts the bytes.
+        The item exists under the policies that hold the value if `is_held`, and otherwise under all other policies.
+        While the second life of a held value lasts, the second life counts the bytes.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -141,7 +149,7 @@ class RecomputeMemory:
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
-        """Return a held result of the program, from the end of its second life on."""
+        """Return the item of a result of the program, from the end of its second life to the end of the program."""
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -152,14 +160,15 @@ class RecomputeMemory:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
     def _late_items(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return a value after the forward, under a policy."""
+        """Return the items of a value's second life under a policy."""
         if policy in RESTORED or self.options.holds(name, policy):
             is_owner = name not in self.viewed or policy in OFFLOADED
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
     def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of a value that owns memory after the forward. A recomputed call makes unread results,
-        too.
+        """Return the items of the second life of a value that owns its memory.
+
+        A recomputed call makes unread results, too.
         """
         there = tuple(kept is policy for kept in self.policies_of(name))
         start = self._start(name, policy)
@@ -171,8 +180,9 @@ class RecomputeMemory:
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of a view after the forward: nothing while the viewed value is in memory anyway, then its
-        memory.
+        """Return the items of the second life of a view.
+
+        A view takes no memory while the viewed value is in memory anyway. After that, the view keeps the memory.
         """
         start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
@@ -182,8 +192,9 @@ class RecomputeMemory:
             yield self._view_item(Interval(max(start, covered + 1), end), name, policy, is_covered=False)
 
     def _copy_beside(self, name: str) -> Iterator[UsedBytes]:
-        """Return the copy that a view reads, at its last use in the forward. It goes then, unless the viewed value is
-        held.
+        """Return the item of the resharded copy that a view lies in, at the end of the view's first life.
+
+        The copy is freed at the view's last use in the forward.
         """
         link = self.viewed.get(name)
         if link is None or self.planning.space.sites[link.tail].is_input:
@@ -196,7 +207,7 @@ class RecomputeMemory:
 
     @cached_property
     def viewed(self) -> dict[str, Link]:
-        """The link into each view from the value that it views."""
+        """For each view, the link from the value that it views."""
         sites = self.planning.space.sites
         return {
             link.head: link for link in self.planning.space.links if link.operand == 0 and sites[link.head].is_alias
@@ -204,7 +215,7 @@ class RecomputeMemory:
 
     @cached_property
     def deaths(self) -> dict[tuple[str, int], int]:
-        """The last use of every value of the split space, including uses through views."""
+        """The last use of every value of the split space, including uses through views, as a program point."""
         links: dict[tuple[str, int], list[Link]] = defaultdict(list)
         for link in self.split.space.links:
             links[link.tail, link.result].append(link)
@@ -224,17 +235,15 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last point at which a value after the forward is counted; from then on its last reader counts
-        it.
-        """
+        """Return the last point at which a second life is counted. After it, the last reader counts the memory."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """The last point at which each memory (`_memory_of`) is counted as the value after the forward.
+        """For each memory (`_memory_of`), the last point at which it is counted as a second life.
 
-        From then on, the last of its views counts the memory.
+        After it, the last of its views counts the memory.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
@@ -246,7 +255,10 @@ class RecomputeMemory:
 
     @cached_property
     def reaches(self) -> dict[tuple[str, int], int]:
-        """The last point at which each memory or its views may be in use after the forward; in program order."""
+        """For each memory, the last point at which the memory or its views may be in use after the forward.
+
+        The keys are in program order.
+        """
         found: dict[tuple[str, int], int] = {}
         for name, site in reversed(list(self.planning.space.sites.items())):
             if name in self.split.late:
@@ -256,7 +268,7 @@ class RecomputeMemory:
 
     @cached_property
     def views(self) -> dict[tuple[str, int], list[str]]:
-        """Views with second lives, by memory."""
+        """For each memory, the names of its views that have second lives."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
@@ -264,7 +276,10 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """Return the memory of a link's value: a result of a call; for a view, the one memory of all its results."""
+        """Return the memory of a link's value, as a site's name and the index of a result.
+
+        All results of a view lie in one memory, with index 0.
+        """
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 
     def _last_end(self, place: tuple[str, int]) -> int:
@@ -273,29 +288,29 @@ class RecomputeMemory:
         return max(self._end(name, each) for each in results)
 
     def _start(self, name: str, policy: ValuePolicy) -> int:
-        """Return the first point at which a value after the forward is counted."""
+        """Return the first point at which a second life under a policy is counted."""
         if policy in RESTORED:
             return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """The points at which the forward reads the values of a site."""
+        """For each site, the points at which the forward reads its values."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """Return the last point at which the memory of a held or recomputed viewed value is in use."""
+        """Return the last point at which the memory of a viewed value is in use if the value is held or recomputed."""
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
     def _view_item(self, interval: Interval, name: str, policy: ValuePolicy, *, is_covered: bool) -> UsedBytes:
-        """Return the memory that a view keeps under a policy: its operand's copy, or the whole of its operand.
+        """Return the memory that a view keeps under a policy: the resharded copy of its operand, or its whole operand.
 
-        `is_covered`: whether the memory of the viewed value is counted already.
+        `is_covered` says whether the memory of the viewed value is counted already.
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
@@ -311,20 +326,21 @@ class RecomputeMemory:
         return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
-        """Bytes of the copy that a view needs of its operand, by its option."""
+        """Return the bytes of the resharded copy that a view needs of its operand, by the view's option."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
         return local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
 
     def _own_bytes(self, link: Link) -> Floats:
-        """Bytes of a link's value, by the option of its tail."""
+        """Return the bytes of a link's value, by the option of the site that makes it."""
         tail = self.planning.space.sites[link.tail]
         return local_bytes_of(tail.results[link.result], specs_of(tail, link.result), self.planning.space.mesh)
 
     def _whole_bytes(self, link: Link) -> Floats:
-        """Bytes of the memory of a link's value, by the option of its tail; for a part, bytes of the whole.
+        """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
 
-        If a reshard decides whether the value is still a part, the value counts as a part.
+        For a value that is a part of another value, these are the bytes of the whole. If a reshard decides whether the
+        value is still a part, the value counts as a part.
         """
         above = self.viewed.get(link.tail)
         if above is None:
@@ -337,7 +353,10 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """Return an item of sites of the split space; items of a recomputation exist if the recomputation happens."""
+        """Return the item of the sites `names`.
+
+        The item of a recomputation exists only if the recomputation happens.
+        """
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
@@ -345,7 +364,7 @@ class RecomputeMemory:
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """Return an item that exists under some policies of its variables."""
+        """Return an item that exists only under some policies of its variables. `there` has a flag for each policy."""
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -353,12 +372,12 @@ class RecomputeMemory:
 
 
 def _site(key: Key) -> str:
-    """Return the site of a value; "" for the memory of a link."""
+    """Return the name of a value's site; "" for the memory of a link."""
     return key[0] if isinstance(key[0], str) else ""
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """Repeat a table for each combination of policies, with zeros for combinations without the item."""
+    """Return a table repeated for each combination of policies, with zeros for combinations without the item."""
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

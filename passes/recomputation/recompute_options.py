@@ -1,21 +1,23 @@
-"""Find values of the forward that might be recomputed in the backward or offloaded until then, and where.
+"""Find the values of the forward that may be recomputed in the backward or offloaded until then, and the places for it.
 
-A *policy* says what becomes of a value after its last use in the forward:
+A *policy* says what happens to a value after its last use in the forward:
 
-* AS_READ: the value stays if the backward reads it, and is freed at once if not, as without recomputation;
-* KEPT: the value stays for a recomputation, though the backward does not read it;
+* AS_READ: the value stays if the backward reads it, and otherwise is freed at once. Without recomputation, all values
+  have this policy.
+* KEPT: the value stays for a recomputation, though the backward does not read it.
 * EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes it just before the backward first
-  reads it, EARLY before the backward first reads any value of its segment that may be recomputed;
+  reads it. EARLY recomputes it before the backward first reads any value of its segment that may be recomputed.
 * HOST_EARLY, HOST_LATE: the value goes to the host and is freed after the forward. LATE fetches it just before the
-  backward first reads it, EARLY before any recomputation might.
+  backward first reads it. EARLY fetches it before any recomputation might read it.
 
 A segment is a repeated block, or a run of sites between blocks. So values are recomputed from values that enter their
 segment, and no recomputation reaches through several segments.
 
 A value may be recomputed if its call is pure and draws no random number from a generator. The value must not leave the
 program, and no optimizer update may read it. Values that the backward reads get policies unless they are negligibly
-small. Operands of these values get policies too, because a recomputation needs its operands. Such values, and operands
-without a recomputation, may be offloaded. Views, and aliases of inputs, stay.
+small. Operands of these values get policies too, because a recomputation needs its operands. Large values that the
+backward reads may be offloaded, and so may operands that a recomputation needs kept. Views and aliases of inputs are
+never offloaded.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""Values below this fraction of all bytes that the backward reads of the forward are not recomputed for themselves."""
+"""The smallest share of a value that gets policies for itself, in all bytes of the forward that the backward reads."""
 
 
 class ValuePolicy(Enum):
-    """The policy of a value, see the module's docstring."""
+    """A choice for a value after the forward: keep it, free and recompute it, or offload it (see the module's
+    docstring).
+    """
 
     AS_READ = "as read"
     KEPT = "kept"
@@ -57,12 +61,12 @@ _AS_READ = (ValuePolicy.AS_READ,)
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptions:
-    """The possible policies of values.
+    """The possible policies of values. A variable is one decision for all sites (nodes) that are alike.
 
     Args:
-        policies: variable to the possible policies of its sites' values; absent variables have AS_READ alone.
-        anchors: site and policy to the site before which the value is restored; in program order.
-        late: sites of the forward whose values the backward reads, directly or through its own views.
+        policies: for each variable, the possible policies of its sites' values. An absent variable has AS_READ alone.
+        anchors: for each site and policy, the site before which the value is restored; in program order.
+        late: names of forward sites whose values the backward reads, directly or through its own views.
     """
 
     policies: Mapping[int, tuple[ValuePolicy, ...]]
@@ -78,8 +82,9 @@ class RecomputeOptions:
         return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
     def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
-        """Number of sites of the whole program with a possible policy of `policies`; `counts` as in
-        `PlanningProblem.counts`.
+        """Return the number of sites of the whole program that may have one of some policies.
+
+        `counts` says how many sites each site stands for, see `PlanningProblem.counts`.
         """
         may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(policies))
         return sum(counts.get(name, 1) for name in may)
@@ -88,7 +93,7 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """Return the policies worth considering, the same for all sites of a variable.
+    """Return the policies worth considering for each variable. All sites of a variable have the same policies.
 
     Args:
         planning: the problem without recomputation.
@@ -111,7 +116,7 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def first_read(self) -> dict[str, int]:
-        """Place at which the backward first reads the value of each site."""
+        """For each site whose value the backward reads, the index of the first reader in the program."""
         late = ((name, link) for name in self.forward for link in self.readers[name] if self.is_late(link))
         reads: dict[str, list[int]] = defaultdict(list)
         for name, link in late:
@@ -120,7 +125,7 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def pure(self) -> frozenset[str]:
-        """Pure sites, in the sense of the module's docstring."""
+        """Names of sites that may be recomputed, see the module's docstring."""
         return frozenset(filter(self.may_be_remade, self.forward))
 
     def run(self) -> RecomputeOptions:
@@ -140,7 +145,7 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """Return the variables worth recomputing, and the variables to keep for recomputations."""
+        """Return the variables worth recomputing, and the variables that recomputations may need kept."""
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
         while waiting:
@@ -169,7 +174,7 @@ class _OptionSearch(ForwardCalls):
         return set(self._worthwhile(members, movable)) | (held & movable)
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
-        """Return the variables with large values that the backward reads."""
+        """Return the variables among `pure` whose values are large and read by the backward."""
         read = self.first_read
         sizes = {
             number: sum(self.counts.get(name, 1) * _size(self.space.sites[name]) for name in names if name in read)
@@ -179,7 +184,10 @@ class _OptionSearch(ForwardCalls):
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
     def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
-        """Return the sites before which each site is recomputed; in program order."""
+        """Return, for each site and policy of recomputation, the site before which it is recomputed.
+
+        The keys are in program order, and so are those of the other dicts of anchors.
+        """
         names = list(self.space.sites)
         late = self._late_points(set(remade))
         early: dict[int, int] = {}
@@ -194,7 +202,7 @@ class _OptionSearch(ForwardCalls):
     def _with_host_anchors(
         self, moved: Collection[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> dict[str, dict[ValuePolicy, str]]:
-        """Return `anchors`, with the sites before which offloaded values come back; in program order."""
+        """Return `anchors` with the sites before which offloaded values are fetched; in program order."""
         moved = set(moved)
         found: dict[str, dict[ValuePolicy, str]] = {}
         for name in self.forward:
@@ -206,7 +214,10 @@ class _OptionSearch(ForwardCalls):
         return found
 
     def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
-        """Return the sites before which a value comes back: its first reader in the backward, or a recomputation."""
+        """Return the sites before which an offloaded value is fetched, by policy.
+
+        It is fetched before its first reader in the backward, or before a recomputation that reads it.
+        """
         direct = [link.head for link in self.readers[name] if self.is_late(link)]
         clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
         late = direct or [clone[ValuePolicy.LATE] for clone in clones]
@@ -219,8 +230,10 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Return the places where the backward first reads values, or else recomputes their readers; last sites
+        """Return, for each site to recompute, the index of the site before which LATE recomputes it. The last sites are
         first.
+
+        The backward reads the value there, or recomputes a reader of the value.
         """
         found: dict[str, int] = {}
         for name in reversed(self.forward):
@@ -234,7 +247,7 @@ class _OptionSearch(ForwardCalls):
     def _policies(
         self, names: Sequence[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> tuple[ValuePolicy, ...]:
-        """Return the policies that all alike values may have."""
+        """Return the policies that the values of all sites in `names` may have."""
         found = [ValuePolicy.AS_READ]
         if any(self._is_unread(name) for name in names):
             found.append(ValuePolicy.KEPT)

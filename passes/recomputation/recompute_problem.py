@@ -1,15 +1,16 @@
 """The planning problem with recomputation: an option of a variable is a strategy together with a policy.
 
-It differs from the problem without recomputation (`recompute_options` explains policies):
+A variable is one decision for all nodes that are alike. The problem differs from the problem without recomputation in
+these points (`recompute_options` explains policies):
 
-* time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
-* a recomputation needs its operands: each is held from the forward, recomputed before, or enters the program. Other
-  pairs of policies cost infinity (`_fits_together`);
-* an offloaded value costs the time of its two copies, which nothing hides; its fetch needs no operands;
-* memory depends on policies too (`recompute_memory`).
+* Time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`).
+* Operands: a recomputation needs each operand held from the forward, recomputed before, or as an input of the program.
+  Other pairs of policies cost infinity (`_fits_together`).
+* Copies: an offloaded value costs the time of its two copies, which nothing hides. Its fetch needs no operands.
+* Memory depends on policies too (`recompute_memory`).
 
-So there still is one option per variable, costs join two variables, and memory is linear in items. A last use counts
-every recomputation that might read the value, chosen or not.
+So there still is one option for each variable, costs join at most two variables, and memory is linear in items. The
+last use of a value counts every recomputation that might read it, chosen or not.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from passes.strategies.price import local_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class RecomputeProblem:
-    """The problem of the module's docstring.
+    """The planning problem with recomputation and offload.
 
     Args:
-        planning: the problem without recomputation. Each of its options is there once for each policy.
+        planning: the problem without recomputation. Here each of its options is repeated for each policy.
         options: the possible policies.
-        assignment: the problem, without memory rows.
-        usage: bytes in use at each point under a choice.
+        assignment: the costs of options and pairs of options, without rows for memory.
+        usage: bytes in use at each program point under a choice.
     """
 
     planning: PlanningProblem
@@ -63,20 +64,26 @@ class RecomputeProblem:
         return self.planning.liveness
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use at one program point, as a function of the choice."""
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return masks of options without recomputation as masks of this problem's options, under any policy."""
+        """Return masks of this problem's options, from masks of options without recomputation.
+
+        Any policy is allowed.
+        """
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
     def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return the choice of strategies, a choice of the problem without recomputation."""
+        """Return the strategies of a choice, as a choice of the problem without recomputation."""
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
     def restored(self, choice: Sequence[int]) -> Restored:
-        """Return the nodes that a choice recomputes and offloads, in program order, without unread nodes."""
+        """Return the nodes that a choice recomputes and offloads, in program order.
+
+        Values that no call reads are left out.
+        """
         made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
@@ -95,8 +102,9 @@ class RecomputeProblem:
         return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
-        """Return the policy of each restored value. A view of a held value that is not resharded is held, not
-        recomputed.
+        """Return the policy of each value that a choice recomputes or offloads, by site.
+
+        A view of a held value is not recomputed if it needs no reshard, because it is held too.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}
@@ -113,7 +121,7 @@ class RecomputeProblem:
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether a value is resharded on a link."""
+        """Whether the value of a link is resharded."""
         base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
@@ -130,7 +138,7 @@ class RecomputeProblem:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The values that a program restores in the backward, in program order."""
+    """The nodes that a program recomputes and offloads, in program order."""
 
     recomputed: tuple[RecomputedNode, ...] = ()
     offloaded: tuple[OffloadedNode, ...] = ()
@@ -140,11 +148,11 @@ class Restored:
 
 
 NOTHING_RESTORED = Restored()
-"""All values that the backward reads are kept."""
+"""Nothing is restored: all values that the backward reads are kept."""
 
 
 def _is_late(head: Site, link: Link) -> bool:
-    """Whether a link is read after the forward."""
+    """Whether a link's value is read after the forward by a call."""
     return head.phase != "forward" and not leaves_program(head, link)
 
 
@@ -158,8 +166,9 @@ def build_recompute_problem(
     """Return the problem with recomputation over the strategies of `planning`.
 
     Args:
-        planning, options: the problem without recomputation, and the possible policies.
-        with_memory: count memory. Not needed for a choice that is not searched.
+        planning: the problem without recomputation.
+        options: the possible policies.
+        with_memory: whether to count memory. A choice that is not searched needs no memory.
         control: ends building when time is up; None: building goes on to the end.
 
     Raises:
@@ -177,7 +186,11 @@ _Part = TypeVar("_Part")
 
 
 def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Return the parts, while there is time."""
+    """Yield the items of an iterator until `control` is over.
+
+    Raises:
+        SearchStopped: `control` is over.
+    """
     for part in parts:
         if control is not None and control.is_over():
             raise SearchStopped("time was up before the problem with recomputation was built")
@@ -204,7 +217,7 @@ class _Building:
             yield np.concatenate([np.where(fit, run, np.inf) for run, fit in zip(runs, fits, strict=True)])
 
     def _copy_times(self, variable: int) -> Floats:
-        """Seconds of the copies to the host and back of all values of a variable, [options]."""
+        """Return the seconds of copying all values of a variable to the host and back, [options]."""
         total = np.zeros(len(self.planning.assignment.costs[variable]))
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
@@ -219,7 +232,7 @@ class _Building:
 
     @cached_property
     def read_back(self) -> dict[str, set[int]]:
-        """The results of each site that the backward reads, or a possible recomputation."""
+        """For each site, the indices of its results that the backward or a possible recomputation reads."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             head = self.planning.space.sites[link.head]
@@ -233,7 +246,10 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Return the costs of an edge for each pair of policies; edges that share a table share it here."""
+        """Return the costs of an edge for each pair of options and policies.
+
+        Edges that share a cost table share the result.
+        """
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
         if key not in self.tables:
@@ -246,7 +262,7 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """The pairs of policies that are allowed for two linked variables, [tail, head]."""
+        """For each two linked variables (tail, head), the allowed pairs of policies, [tail policies, head policies]."""
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
             tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
@@ -265,5 +281,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """Number of runs of a call in a step."""
+    """Return how often a call runs in a step under a policy."""
     return 2 if policy in RECOMPUTED else 1

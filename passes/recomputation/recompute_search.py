@@ -1,16 +1,15 @@
 """Search strategies, recomputation and offload together.
 
-Recomputation and offload only add time: the second runs of calls and reshards, and copies to and from the host. So a
-choice of strategies that is optimal without a memory limit, and that fits as it is, is optimal with them too. The
-larger problem is built only for other cases (`solve_jointly`). The best choice that fits without recomputation would
-not be enough, because a cheaper choice may fit with recomputation.
+Recomputation and offload only add time: second runs of calls and reshards, and copies to and from the host. So if the
+best choice of strategies without a memory limit fits, it is also the best choice with recomputation and offload.
+Otherwise the larger problem is built (`solve_jointly`). The best choice that fits without recomputation would not be
+enough, because a cheaper choice may fit with recomputation.
 
 The lowered program decides whether a choice fits, so the search is repeated until its choice does (`fitting`). If
-memory
-binds, the bound holds for plans that fit by the search's tables.
+memory binds, the lower bound holds for plans that fit by the search's tables.
 
-With offload the problem is larger, and includes the problem without. The search is repeated without offload if the gap
-is large, or if the host lacks memory. The cheaper choice that fits is taken.
+The problem with offload is larger, and includes the problem without offload. The search is repeated without offload if
+the gap to the lower bound is large, or if the host lacks memory. The cheaper choice that fits is taken.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ def solve_jointly(
     offload: bool = True,
     before: JointSolution | None = None,
 ) -> JointSolution:
-    """Return a cheapest choice of strategies, recomputation and offload that fits; see the module's docstring.
+    """Return the cheapest found choice of strategies, recomputation and offload that fits in memory.
 
     Args:
         planning: the problem without recomputation.
         search: the search, with the memory limit.
-        allowed: variable to a mask of its options; absent variables are free.
-        start: solutions without recomputation; the result is no worse than those that fit.
-        peak_of: counts lowered programs.
-        recompute: whether values may be recomputed; without recomputation, no offload.
+        allowed: for a variable, a mask of its options. Absent variables are free.
+        start: solutions without recomputation. The result costs no more than those that fit.
+        peak_of: counts the memory of a choice on its lowered program.
+        recompute: whether values may be recomputed. Without recomputation nothing is offloaded.
         offload: whether values may go to the host, on devices with a link to a host.
-        before: a known solution; the result is no worse, if it fits.
+        before: a known solution. If it fits, the result costs no more.
 
     Raises:
         DoesNotFitError: no choice fits with any recomputation and offload.
@@ -71,7 +70,7 @@ def solve_jointly(
 
 
 def _is_within(found: JointSolution, planning: PlanningProblem, search: Search, peak_of: PeakOf) -> bool:
-    """Whether a solution fits, in the host's memory too."""
+    """Whether a solution fits in the device's memory limit and in the host's memory."""
     limit, room = search.memory_limit_bytes, planning.prices.cluster.host_bytes_per_device
     return (limit is None or found.peak_bytes(peak_of) <= limit) and (room is None or found.host_bytes <= room)
 
@@ -86,7 +85,7 @@ def _solve_jointly(
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
-    """Do `solve_jointly` without a known solution."""
+    """Return the result of `solve_jointly` without a known solution."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
@@ -96,7 +95,7 @@ def _solve_jointly(
     start = [each for each in start if peak_of(planning, each.choice) <= search.memory_limit_bytes]
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
     found = _where_memory_binds(planning, coarse, allowed, start, peak_of, offload=offload)
-    # strategies and policies cost no less in less memory
+    # a memory limit never makes the best choice cheaper
     return bounded(found, max(found.solution.lower_bound, bound))
 
 
@@ -109,7 +108,7 @@ def _where_memory_binds(
     *,
     offload: bool,
 ) -> JointSolution:
-    """Do `solve_jointly` if the cheapest choice does not fit."""
+    """Return the result of `solve_jointly` in the case that the cheapest choice without recomputation does not fit."""
     if search.control.is_stopped or (start and search.control.is_over()):
         # the bound of the search without recomputation does not hold for other choices
         return bounded(_alone(planning, search, allowed, start, peak_of), 0.0)
@@ -137,14 +136,14 @@ def _where_memory_binds(
 
 
 def _most_host_bytes(planning: PlanningProblem) -> int:
-    """The most bytes that any plan may offload: all values of the forward, whole."""
+    """Return an upper bound of the bytes that any plan may offload: all values of the forward, unsplit."""
     results = (item for site in planning.space.sites.values() if site.phase == "forward" for item in site.results)
     return sum(math.prod(item.shape) * item.itemsize for item in results)
 
 
 _FAR = 0.05
-"""Gap up to which the search is not repeated. At gaps of 2 to 5 %, repeating it gained nothing; at 11 %, less than 0.1
-%.
+"""Relative gap to the lower bound up to which the search is not repeated without offload. At gaps of 2 to 5 %,
+repeating it gained nothing; at 11 %, less than 0.1 %.
 """
 
 
@@ -157,7 +156,7 @@ def _solve(
     *,
     offload: bool,
 ) -> JointSolution:
-    """Do `solve_jointly` if memory binds; the host's memory has no limit."""
+    """Return the result of `solve_jointly` in the case that memory binds, with unlimited memory on the host."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning, offload=offload)
@@ -178,7 +177,7 @@ def _solve(
     frugal = partial(_frugal, problem, search, wide, partial(_joint, problem), peak_of)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control, peak_of)
     bound = 0.0 if found is None else found.solution.lower_bound
-    for solution in start:  # these may not fit in the last attempt's smaller limit
+    for solution in start:  # they fit in the memory limit, but maybe not in the last attempt's smaller limit
         found = _cheaper(found, JointSolution(planning, solution))
     if found is None:
         raise search.does_not_fit(planning, least)
@@ -186,7 +185,7 @@ def _solve(
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """Return the plan of a choice of a problem with recomputation."""
+    """Return a solution of a problem with recomputation as strategies and restored values."""
     restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
     running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(
@@ -201,7 +200,7 @@ def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
 
 
 def _cheaper(found: JointSolution | None, other: JointSolution) -> JointSolution:
-    """Return the cheaper of two solutions; the first may be None."""
+    """Return the cheaper of two solutions. The first may be None."""
     return other if found is None or other.solution.cost < found.solution.cost else found
 
 
@@ -212,7 +211,11 @@ def _alone(
     start: Sequence[Solution],
     peak_of: PeakOf,
 ) -> JointSolution:
-    """Return the cheapest choice that fits without recomputation."""
+    """Return the cheapest choice that fits without recomputation.
+
+    Raises:
+        DoesNotFitError: no choice fits.
+    """
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
 
@@ -233,8 +236,10 @@ def _frugal(
     joint: Callable[[Solution], JointSolution],
     peak_of: PeakOf,
 ) -> list[JointSolution]:
-    """Return choices of small memory: a choice of a small peak by the problem's tables, and a cheap choice within
-    it.
+    """Return choices of small memory.
+
+    The first has nearly the smallest peak by the problem's tables. The second, if there is one, is a cheap choice with
+    at most this peak.
     """
     free = restrict(problem.assignment, allowed)
     found = choice_of_smallest_peak(free, problem.usage, problem.memory_row, control=search.control)
@@ -250,19 +255,19 @@ def _frugal(
 
 
 _NEAR = 1.1
-"""Multiple of the limit up to which a cheap choice is sought within a small peak; this choice might fit, too."""
+"""A cheap choice within the smallest peak is sought too, if this peak is at most this multiple of the memory limit."""
 
 
 def _within(limit: float, search: Search) -> Search:
-    """Return the search within another limit."""
+    """Return the search with another memory limit, in bytes."""
     return dataclasses.replace(search, memory_limit_bytes=limit, says_smallest=False)
 
 
 _FINENESS = 0.1
-"""Without a limit, a finer search takes little longer."""
+"""Fineness of the search without a memory limit, where a finer search takes little longer."""
 
 _TOLERANCE = 0.01
-"""Gap at which the search ends if memory binds: no finer than prices are, and soon reached."""
+"""Relative gap at which a search within memory ends. Prices are no more exact, and the gap is soon reached."""
 
 _ROUNDS = 12
 """Rounds of the quick search for a cheap choice of small memory."""

@@ -1,4 +1,7 @@
-"""Cuts the forward into segments. Values are recomputed from values of their own segment."""
+"""Cut the forward into segments.
+
+A value may be recomputed from values of its segment and values that enter the segment.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from passes.strategies.fold_blocks import numbered_blocks
 
 
 def segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """Return the number of the segment of each site of the forward, given in program order.
+    """Return the number of the segment of each forward site, by the site's name.
 
     A segment is a repeated block (the outermost numbered module with at least two matrix products), or a run of sites
-    outside of blocks.
+    outside of blocks. `sites` is in program order.
     """
     blocks = numbered_blocks(sites)
     found: dict[str, int] = {}
@@ -23,7 +26,7 @@ def segments(sites: Sequence[Site]) -> Mapping[str, int]:
 
 
 def block_segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """Return `segments` without the sites outside of repeated blocks."""
+    """Return the same numbers as `segments`, but only for sites in repeated blocks."""
     blocks, found = numbered_blocks(sites), segments(sites)
     return {site.name: found[site.name] for site in sites if _block(site, blocks)}
 

@@ -1,9 +1,9 @@
-"""A search space in which every value has two lives: in the forward, and after it.
+"""A search space in which values of the forward have two lives: one in the forward, and one after it.
 
-A site of the forward is read by the forward alone. For each site with several policies, a second site after the forward
-has the same value for all later readers (`late`). For each policy that restores the value, one more site stands where
-the value is restored (`restored`). A recomputation reads operands; a fetch from the host reads no operands. This
-space's lifetimes cover both lives and the operands of recomputations.
+For each site (node) with several policies, a second site after the forward has the same value, and all later readers
+read it (`late`). For each policy that restores the value, one more site stands where the value is restored
+(`restored`). A recomputation reads operands; a fetch from the host reads no operands. Lifetimes in this space cover
+both lives of a value, and the operands of recomputations.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """The split space of the module's docstring.
+    """A search space with two lives of values.
 
     Args:
-        space: the sites and links; the first links are those of the original space, in order.
-        late: site to the site of its value after the forward.
-        restored: site and policy to the site that restores the value.
-        sources: the sites of `late` and `restored`, to their originals and policies (None: any policy).
+        space: the sites and links. The first links are those of the original space, in order.
+        late: for a site, the site of its value after the forward.
+        restored: for a site and a policy, the site that restores the value.
+        sources: for each site of `late` and `restored`, its original site and its policy (None: any policy).
     """
 
     space: SearchSpace
@@ -38,12 +38,18 @@ class SplitSpace:
     sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
     def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
-        """Return the original of a site, and the policy under which the site exists."""
+        """Return the original of a site, and the policy under which the site exists.
+
+        A policy of None means any policy.
+        """
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
-    """Return the split space of `space`."""
+    """Return the space with two lives of the values that have several policies.
+
+    `classes` maps a site to its variable.
+    """
     kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
     restored = {
@@ -70,7 +76,7 @@ def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[
 
 
 def _is_late(space: SearchSpace, link: Link) -> bool:
-    """Whether a link is read after the forward."""
+    """Whether a link's value is read after the forward by a call."""
     head = space.sites[link.head]
     return head.phase != "forward" and not leaves_program(head, link)
 
@@ -81,7 +87,10 @@ def _sites(
     late: Mapping[str, str],
     restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
-    """Return the sites in program order: second lives after the forward, recomputations where they happen."""
+    """Return the sites in program order.
+
+    Second lives follow the forward, and recomputations stand where they happen.
+    """
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for (name, policy), copy in restored.items():
         before[options.anchors[name][policy]].append((name, copy))
@@ -97,7 +106,7 @@ def _sites(
 
 
 def _second_life(site: Site, name: str) -> Site:
-    """Return a site with the value of another site, in memory of its own; a view stays a view."""
+    """Return a site with the value of another site, in memory of its own. A view stays a view."""
     assert site.node is not None, "calls have nodes"
     node = site.node
     if not site.is_alias:

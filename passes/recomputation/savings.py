@@ -1,4 +1,4 @@
-"""Bytes that recomputation and offload each save beside the other, and the seconds that they cost."""
+"""Compute the bytes that recomputation and offload save, and the seconds that they cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from passes.recomputation.with_restored import with_restored
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """Return the recomputation and the offload of a solution, with the savings and costs of each beside the other."""
+    """Return the recomputation and the offload of a solution, with the bytes they save and the seconds they cost.
+
+    The recomputation is compared with a program that only offloads, and the offload with a program that only
+    recomputes.
+    """
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:

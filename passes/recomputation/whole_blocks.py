@@ -2,9 +2,9 @@
 
 * `recompute="full"`: each repeated block is recomputed from its inputs just before its backward (Chen et al.,
   "Training deep nets with sublinear memory cost", 2016). Values that the next segment reads are kept, and so are values
-  that must not be computed twice;
-* `offload="activations"`: values of a block that its backward reads, or that a recomputation reads, go to the host.
-  They come back just before they are first read.
+  that must not be computed twice.
+* `offload="activations"`: values of a block that its backward or a recomputation reads go to the host. They come back
+  just before they are first read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from passes.strategies.enumerate_strategies import SearchSpace
 
 
 def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProblem:
-    """Return the problem of the program that recomputes and offloads as a recipe says; the problem keeps both.
+    """Return the planning problem of the program that recomputes and offloads whole blocks, as a recipe says.
+
+    The result stores the problem without recomputation, for `joint_with_blocks`.
 
     Raises:
         NotAlikeError: see `with_restored`.
@@ -41,7 +43,10 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Split a solution of `with_whole_blocks` into the problem without recomputation and the joint solution.
+    """Return the problem without recomputation of a solution of `with_whole_blocks`, and the solution with restored
+    values.
+
+    A solution of another problem is returned unchanged, with its own problem.
 
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.
@@ -64,7 +69,7 @@ _DECIDED = "decided blocks"
 
 
 def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Restored:
-    """Find the calls that the blocks of a program recompute and offload."""
+    """Return the calls that are recomputed and offloaded if a recipe says so for whole blocks."""
     blocks = _Blocks(space)
     remade = blocks.remade(views_alone=not recompute) if recompute or offload else {}
     moved = blocks.moved(remade) if offload else {}
@@ -77,13 +82,13 @@ def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Resto
 class _Blocks(ForwardCalls):
     @cached_property
     def segment(self) -> dict[str, int]:
-        """Sites of repeated blocks to the number of their block."""
+        """For each site in a repeated block, the number of its block."""
         return dict(block_segments([self.space.sites[name] for name in self.forward]))
 
     def remade(self, *, views_alone: bool) -> dict[str, str]:
-        """Map recomputed calls to the site before which they run: the first reader after the forward.
+        """Return the recomputed calls, each with the site before which its block is recomputed: its first later reader.
 
-        `views_alone`: recompute only views of offloaded values.
+        With `views_alone`, only views of offloaded values are recomputed.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):
@@ -98,7 +103,7 @@ class _Blocks(ForwardCalls):
         return {name: anchors[self.segment[name]] for name in wanted}
 
     def moved(self, remade: dict[str, str]) -> dict[str, str]:
-        """Map calls whose values go to the host to the site before which they come back."""
+        """Return the calls whose values go to the host, each with the site before which the value comes back."""
         found: dict[str, str] = {}
         for name in self.segment:
             reads = [*self._late(name), *(remade[link.head] for link in self.readers[name] if link.head in remade)]
@@ -107,7 +112,7 @@ class _Blocks(ForwardCalls):
         return found
 
     def module(self, name: str) -> str:
-        """Return the module that issued a call."""
+        """Return the path of the module that issued a call."""
         node = self.space.sites[name].node
         assert node is not None, "calls have nodes"
         return node.meta.get("module", "")
@@ -117,7 +122,7 @@ class _Blocks(ForwardCalls):
         return [link.head for link in self.readers[name] if self.is_late(link)]
 
     def _stays_within(self, name: str) -> bool:
-        """Whether a value may be recomputed, and no other segment's forward reads it."""
+        """Whether a value may be recomputed, and the forward reads it only in its own segment."""
         heads = (link.head for link in self.readers[name] if self.is_forward(link.head))
         is_read_within = all(self.segment.get(head) == self.segment.get(name) for head in heads)
         return name in self.segment and self.may_be_remade(name) and is_read_within

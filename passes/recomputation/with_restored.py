@@ -1,4 +1,4 @@
-"""The planning problem of a program that recomputes and offloads values, which has more sites."""
+"""Make the planning problem of a program that recomputes and offloads values, which has more sites."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where
 
 
 def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
-    """Return the problem of the program that restores values; its variables and options are those of `planning`.
+    """Return the planning problem of the program that restores values. Its variables and options are those of
+    `planning`.
 
     Clones, and copies to and from the host, have the variables of their originals. So a choice of `planning` is a
     choice of the result.
@@ -55,7 +56,7 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Bytes of host memory in use for each rank at the end of the forward."""
+    """Return the bytes of offloaded values in the host's memory for each rank, at the end of the forward."""
     space = planning.space
     copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
     specs, counts = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies), planning.counts()
@@ -64,7 +65,10 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
-    """Return the search space with clones and copies in the specs of their originals, and the original of each site."""
+    """Return the search space with clones and copies, and a dict from each site to its original.
+
+    Clones and copies have the specs of their originals.
+    """
     program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
@@ -98,7 +102,10 @@ def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dic
 
 @dataclass(slots=True)
 class _Transfers:
-    """Make sites of copies to and from the host; each option keeps the spec of one option of the owner."""
+    """Make sites of copies to and from the host.
+
+    Each option of a copy keeps the spec of one option of the copied value.
+    """
 
     space: SearchSpace
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
@@ -117,6 +124,6 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """Return the use of each axis for a copy of a value under a spec; see `autoshard.rules.offload`."""
+    """Return, for each mesh axis, the dim of a spec that the axis splits (see `autoshard.rules.offload`)."""
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -1,1 +1,1 @@
-"""The outer search: recipes of a training step, proposed by rough prices."""
+"""The outer search: propose recipes (layouts of a training step) by rough prices of layer classes."""

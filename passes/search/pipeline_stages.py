@@ -1,6 +1,8 @@
-"""The stages of a recipe's pipeline: their blocks, their ranks, and their schedule.
+"""The stages of a recipe's pipeline: the blocks of each stage, the rank of each stage, and the time of the schedule.
 
-The model's ends are its parts before and after the blocks. The first stage has the first end, the last stage the other.
+A model is a list of equal or different blocks between two end parts. `BEFORE` is the layer class in front of the blocks
+(the embedding), and `AFTER` the layer class behind them (the head). `BEFORE` is on the first stage, `AFTER` on the
+last.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage: its number of each layer class."""
+    """One pipeline stage: pairs of a layer class's name and the number of its layers on the stage."""
 
     layers: tuple[tuple[str, int], ...]
 
 
 def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
-    """The stages of a model in order, with its blocks shared out; the ends go with the first and the last stage."""
+    """Return the stages of a model in order, each with its part of the blocks.
+
+    `blocks` has the layer class of each block, in order. The first stage also has the layer class `BEFORE`, and the
+    last stage has `AFTER`.
+
+    Raises:
+        RecipeError: there are more stages than blocks, or `stage_layers` has another number of blocks than the model.
+    """
     counts = _block_counts(len(blocks), recipe)
     stages, start = [], 0
     for index, count in enumerate(counts):
@@ -45,7 +54,7 @@ def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
 
 
 def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
-    """Blocks on each stage."""
+    """Return the number of blocks on each stage: the recipe's `stage_layers`, or else numbers as even as possible."""
     if recipe.stage_layers is not None:
         if sum(recipe.stage_layers) != blocks:
             found = sum(recipe.stage_layers)
@@ -64,11 +73,14 @@ def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8192)
 def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[int, ...]:
-    """The number of blocks on each stage, as even as possible. With `split_ends` each end counts as a block.
+    """Return the number of blocks on each stage, as even as possible.
+
+    With `split_ends`, the embedding and the head count as one block each. The first and the last stage then get a block
+    less. The result never counts the embedding and the head.
 
     Example:
-        >>> even_blocks(10, 4), even_blocks(10, 4, split_ends=True)
-        ((2, 3, 3, 2), (2, 3, 3, 2))
+        >>> even_blocks(8, 4), even_blocks(8, 4, split_ends=True)
+        ((2, 2, 2, 2), (1, 3, 3, 1))
     """
     slots = blocks + 2 * split_ends
     bounds = [round(index * slots / stages) for index in range(stages + 1)]
@@ -79,7 +91,10 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """Number of each layer class on each pipeline rank, as the schedule places the stages, [ranks, classes]."""
+    """Return the number of layers of each class on each pipeline rank, [ranks, classes].
+
+    The classes are in the order of `names`. The recipe's schedule decides which rank has which stages.
+    """
     counts = np.zeros((recipe.pipeline, len(names)))
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
@@ -88,13 +103,16 @@ def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution
 
 
 def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
-    """Number of each layer class in a stage, in the order of `names`."""
+    """Return the number of layers of each class in a stage, [classes], in the order of `names`."""
     counts = dict(stage.layers)
     return np.array([counts.get(name, 0) for name in names], dtype=float)
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """For each pipeline rank, the most micro-batches that it holds at once, per stage; independent of times."""
+    """Return, for each pipeline rank, the largest number of micro-batches whose activations it holds at once.
+
+    The number is a mean over the rank's virtual stages. It depends on the schedule's order alone, and not on times.
+    """
     if recipe.pipeline == 1:
         return (1.0,)
     counts = most_in_flight(recipe.chosen_schedule, recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
@@ -102,12 +120,16 @@ def in_flight(recipe: Execution) -> tuple[float, ...]:
 
 
 def cuts_backward(recipe: Execution) -> bool:
-    """Whether the schedule cuts each backward in two (gradients of inputs, gradients of weights)."""
+    """Whether the schedule runs gradients of inputs and gradients of weights as two separate tasks (zero bubble)."""
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
 def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
-    """Seconds of all micro-batches of a step in the pipeline.
+    """Seconds in which the pipeline runs the forward and backward of all micro-batches of a step.
+
+    Args:
+        stages: the times of each stage for one micro-batch, in order.
+        recipe: the recipe, with its schedule and number of micro-batches.
 
     Raises:
         RecipeError: the schedule does not allow the number of micro-batches or virtual stages.

@@ -1,4 +1,7 @@
-"""The ends of a step on a pipeline rank: gradients are reduced, parameters updated and gathered, once."""
+"""Times at the end of a step on a pipeline rank, once for all micro-batches.
+
+Gradients are reduced, parameters are updated, and ZeRO-1 and -2 gather the updated parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
 class EndLoad(NamedTuple):
-    """Parameters of a pipeline rank, and its time for each micro-batch.
+    """The parameters of a pipeline rank, and its computation for one micro-batch.
 
     Args:
-        dense, expert: elements of its parameters outside of experts, and in them.
-        forward_s, backward_s: seconds of a micro-batch.
+        dense, expert: numbers of parameters on the rank: those outside of experts, and those of experts.
+        forward_s, backward_s: seconds of the rank's forward and backward for one micro-batch.
     """
 
     dense: float
@@ -30,7 +33,11 @@ class EndLoad(NamedTuple):
 
 
 def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a pipeline rank's ends once per step, beside its last backward and its first forward."""
+    """Return the seconds that a pipeline rank needs for the end of a step, by part.
+
+    The parts are "gradient reduction", "parameter gathering" and "optimizer". If the runtime overlaps the reduction
+    with the last backward, or the gathering with the next forward, only the exposed seconds count.
+    """
     reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
     if recipe.runtime.overlap_gradients:
         reduce_s = beside(load.backward_s, reduce_s) - load.backward_s
@@ -43,9 +50,10 @@ def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster
 
 
 def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
-    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements.
+    """Return the seconds of reducing gradients, and the seconds of gathering updated parameters, once per step.
 
-    Exchanges of each micro-batch are left out (`price_recipe.sharded_time`).
+    `dense` and `expert` are numbers of parameters on the rank, outside of experts and in them. Collectives that run for
+    each micro-batch are not counted here; `price_recipe.sharded_time` has them.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     reduce_s = gather_s = 0.0
@@ -70,8 +78,10 @@ _STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
 
 
 def update_bytes(recipe: Execution) -> float:
-    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read,
-    parameter written.
+    """Bytes of device memory that the optimizer's update moves for each parameter.
+
+    The optimizer state and the master weight are read and written. The gradient is read twice, once for clipping. The
+    parameter is written.
     """
     state = 8 * _STATE_PASSES[recipe.optimizer]
     master = 8 if recipe.runtime.master_weights else 2

@@ -1,16 +1,18 @@
-"""Peak memory of a rank under a recipe: bytes that lie there all the time, and bytes that a step adds.
+"""Peak memory of a rank under a recipe: state that lies in memory all the time, and values that live during a step.
 
-* Parameters, gradients and optimizer state, each sharded as the ZeRO stage says. Under ZeRO-3 the shard is the master
-  weight; two blocks' weights are gathered at a time.
-* Activations: the values that each micro-batch in flight keeps for its backward. With full recomputation these are the
-  values that enter each block, and a block's own while its backward runs; with selective, all but attention's core.
-* Offloaded, the kept values lie on the host, but for those of two blocks: one whose values go or come, and its
-  neighbour.
-* The update needs gradients in float32, for master weights, in place of activations where it is more.
-* Workspace: the most that one kernel reads and writes of values that are not kept. One layer class at a time has it,
-  and its recomputed values.
+* Parameters, gradients and optimizer state are sharded by the recipe's ZeRO stage. Under ZeRO-3 the shard of a
+  parameter is its master weight, and the weights of two blocks are gathered at a time.
+* Activations are the values that each micro-batch in flight keeps for its backward. Selective recomputation keeps all
+  values but those of attention's core. Full recomputation keeps the inputs of each block, and all values of the one
+  block whose backward runs.
+* Offloaded activations lie on the host. Buffers on the device hold the values of two blocks: a block whose values are
+  copied, and its neighbour.
+* The optimizer's update may copy gradients to float32 for master weights. The copy replaces the activations, and
+  counts if it is larger.
+* Workspace is the largest sum of bytes that one kernel reads and writes, without values that are kept anyway. Only one
+  layer class at a time needs workspace and memory for recomputed values.
 
-All ranks of a pipeline, and all pipelines of a search, are counted at once: arrays are [..., ranks, classes].
+All ranks of a pipeline, and many pipelines of a search, are computed in one call: arrays are [..., ranks, classes].
 """
 
 from __future__ import annotations
@@ -32,24 +34,26 @@ from passes.search.recipe_groups import Groups
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrice:
-    """Bytes of the fullest rank, by part; `total` is their sum."""
+    """Peak memory of the rank that needs most. `parts` maps the name of a part ("activations") to its bytes."""
 
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Bytes of all parts together."""
         return sum(self.parts.values())
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of layer classes under a recipe, [classes].
+    """Bytes on one rank of one layer of each class, as arrays [classes].
 
     Args:
-        kept, away: for a micro-batch, on the device and on the host.
-        parameters, gradients, state: in memory all the time.
-        gathered: weights of a block and its neighbour, gathered by ZeRO-3.
-        again, workspace: while the layer class runs backward.
+        kept: activations of one micro-batch that stay on the device for the backward.
+        away: activations of one micro-batch that are offloaded to the host.
+        parameters, gradients, state: parameters, gradients and optimizer state, each in memory all the time.
+        gathered: weights of a block and its neighbour, which ZeRO-3 has gathered.
+        again: values that are recomputed while the layer runs backward.
+        workspace: memory of the layer's largest kernel.
         update: the float32 copy of gradients that updates master weights.
     """
 
@@ -65,7 +69,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> HeldBytes:
-    """The bytes of each layer class, in the order of `sizes`."""
+    """Return the bytes of each layer class under a recipe, in the order of `sizes`."""
     rows = []
     widens = recipe.runtime.master_weights and recipe.runtime.gradient_dtype != "f32"
     for name, size in sizes.items():
@@ -85,12 +89,12 @@ def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str, Floats]:
-    """Bytes of each pipeline rank by part, [..., ranks].
+    """Return the peak memory of each pipeline rank: a dict from the name of a part to its bytes, [..., ranks].
 
     Args:
-        held: bytes of each layer class.
-        counts: number of each layer class on each rank, [..., ranks, classes].
-        in_flight: micro-batches that each stage of a rank holds at its peak, [..., ranks].
+        held: the bytes of one layer of each class.
+        counts: the number of layers of each class on each rank, [..., ranks, classes].
+        in_flight: the micro-batches that each stage of a rank holds at its peak, [..., ranks].
     """
 
     def most(each: Floats) -> Floats:
@@ -123,14 +127,14 @@ def memory_price(
     groups: Groups,
     in_flight: Sequence[float],
 ) -> MemoryPrice:
-    """The memory of the fullest pipeline rank.
+    """Return the peak memory of the pipeline rank that needs most.
 
     Args:
         sizes: the price of each layer class.
-        stages: how often each stage has each layer class.
+        stages: the number of layers of each class in each stage.
         recipe: the recipe.
-        groups: its groups.
-        in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
+        groups: the recipe's process groups.
+        in_flight: for each pipeline rank, the micro-batches that each of its stages holds at its peak.
     """
     counts = rank_counts(tuple(sizes), stages, recipe)
     parts = memory_parts(held_bytes(sizes, recipe, groups), counts, np.array(in_flight))
@@ -141,7 +145,7 @@ def memory_price(
 def host_bytes(
     sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
-    """Bytes on the host for the rank with most of them, see `memory_price`."""
+    """Bytes of offloaded activations in the host's memory for the rank that offloads most, see `memory_price`."""
     if recipe.offload != "activations":
         return 0
     blocks = [name for name in sizes if name not in (BEFORE, AFTER)]
@@ -150,13 +154,18 @@ def host_bytes(
 
 
 def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]:
-    """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
+    """Return the bytes of "parameters", "gradients" and "optimizer state" on one rank, as a dict.
+
+    `elements` is the number of parameters before ZeRO. ZeRO shards them over `shards` ranks. Both may be numbers,
+    arrays or symbols.
+    """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
-    extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
     has_masters = recipe.runtime.master_weights
-    state = (4 if has_masters else weight) * MOMENTS[recipe.optimizer] + (4 if has_masters and recipe.zero < 3 else 0)
-    if recipe.zero == 3:
-        weight = 4 if has_masters else weight
+    has_copies = has_masters and recipe.zero < 3 and (recipe.runtime.narrow_copies or recipe.pipeline == 1)
+    extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
+    state = (4 if has_masters else weight) * MOMENTS[recipe.optimizer] + (4 if has_copies else 0)
+    if has_masters and not has_copies:
+        weight = 4
     on_device = 0.0 if recipe.offload in ("optimizer", "parameters") else 1.0
     return {
         "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
@@ -166,7 +175,7 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
 
 
 def kept_bytes(price: LayerPrice, recipe: Execution, *, is_block: bool) -> int:
-    """Bytes that a micro-batch keeps of a layer class, on the device or on the host."""
+    """Bytes of activations that one layer keeps for the backward of one micro-batch, on the device or on the host."""
     if recipe.recompute == "none" or not is_block:
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

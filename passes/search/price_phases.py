@@ -1,4 +1,4 @@
-"""Seconds of a phase of a layer class for one micro-batch: on the device, with its collectives, and on the host.
+"""Seconds of one phase (forward or backward) of a layer class for one micro-batch: device, collectives, and host.
 
 Each kind of collective overlaps with one kind of computation. Tensor collectives run beside products of weight
 gradients, and context collectives run beside attention. Expert collectives run beside the remaining computation of
@@ -10,9 +10,9 @@ phase takes the longer of the device's time and the host's time:
 Here `sent` is the time of all collectives, and `hidden` is the part that overlaps with computation. `interference` is
 the share of the overlapped time by which collectives slow the computation. `dispatch` is the host's time per kernel.
 
-Some schedules cut the backward in two (Qi et al. 2023). Then each part waits for the host by itself. The products of
-weight gradients run later and hide no collectives, as in Megatron-LM. A faster device or link never makes a phase
-longer.
+Some schedules cut the backward in two: gradients of inputs, then gradients of weights (Qi et al. 2023). Then each of
+the two waits for the host by itself. The products of weight gradients run later and hide no collectives, as in
+Megatron-LM. A faster device or link never makes a phase longer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _IDLE = Busy()
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Seconds of one run of a phase.
+    """Seconds of one phase of one layer, for one micro-batch.
 
     Args:
         compute_s: computation on the device.
-        exposed: by axis, seconds that its collectives add to computation.
+        exposed: for each axis ("tensor"), the seconds that its collectives add to `compute_s`.
         late_s: the part of `compute_s` in products of weight gradients.
-        late_hidden_s: seconds by which these products shorten `exposed`.
-        issue_s: the host's time to launch all kernels, if it runs ahead of the device.
-        late_issue_s: the part of `issue_s` in products of weight gradients.
+        late_hidden_s: seconds of collectives that these products hide; `exposed` is shorter by this time.
+        issue_s: the host's time to launch all kernels; 0 if the host waits for each kernel.
+        late_issue_s: the part of `issue_s` for products of weight gradients.
     """
 
     compute_s: float
@@ -51,17 +51,17 @@ class PhaseTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole phase."""
+        """Seconds of the whole phase: the longer of the device's time and the host's time."""
         return max(self._device_s, self.issue_s)
 
     @property
     def input_gradient_s(self) -> float:
-        """Seconds of the first part of a cut backward."""
+        """Seconds of the first part of a backward that is cut in two: the gradients of inputs."""
         return max(self._device_s - self.late_s + self.late_hidden_s, self.issue_s - self.late_issue_s)
 
     @property
     def weight_gradient_s(self) -> float:
-        """Seconds of the later part of a cut backward."""
+        """Seconds of the second part of a backward that is cut in two: the gradients of weights."""
         return max(self.late_s, self.late_issue_s)
 
     @property
@@ -87,9 +87,9 @@ def phase_time(
     """Return the times of a phase for one micro-batch.
 
     Args:
-        phase: the phase of a layer class.
-        recipe, groups, cluster: the recipe, its groups, the hardware.
-        done: computation to leave out, such as the end of a recomputed forward that stops early.
+        phase: the kernels and collectives of one layer in the phase.
+        recipe, groups, cluster: the recipe, its process groups, the hardware.
+        done: kernels of the phase to leave out, such as the end of a recomputed forward that stops early.
     """
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, phase.busy.total_s - done.total_s)

@@ -1,12 +1,12 @@
-"""Price a recipe: from the prices of a model's layer classes to the time of a training step.
+"""Price a recipe: compute the time of a training step from the prices of a model's layer classes.
 
-1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
-2. A stage takes its computation for one micro-batch, and the communication that nothing hides. Its layout has
-   collectives (`price_phases`). ZeRO-3 gathers parameters, prefetched one block ahead. ZeRO-2 and -3 reduce the
-   gradients of each micro-batch. Offloaded values go to the host and come back beside computation, on links of their
-   own.
-3. The schedule runs the stages.
-4. Once per step gradients are reduced, parameters are updated and gathered (`price_ends`).
+1. The blocks are shared out over the stages of the pipeline (`pipeline_stages`). Blocks of one kind are priced once.
+2. The time of a stage for one micro-batch is its computation and its exposed communication. The layout has
+   collectives (`price_phases`). ZeRO-3 gathers the parameters of each block while the block before it runs. ZeRO-2 and
+   ZeRO-3 reduce the gradients of each micro-batch. Offloaded values go to the host and come back beside computation,
+   over links of their own.
+3. The pipeline's schedule gives the time of all stages and micro-batches.
+4. Once per step, gradients are reduced, and parameters are updated and gathered (`price_ends`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 HOST = "the host"
-"""The name of copies to the host and back in the communication of a step."""
+"""The name of the host among the axes, for the time of copies to the host and back."""
 
 
 class LayerTimes(NamedTuple):
-    """Times of layer classes for one micro-batch, with hidden communication taken off, [classes].
+    """Times of one layer of each class for one micro-batch, with hidden communication taken off, as arrays [classes].
 
     Args:
-        forward_s, backward_s: seconds of the passes, the backward without recomputation.
-        recompute_s: seconds of recomputation.
-        input_gradient_s, weight_gradient_s: the parts of a cut backward; they take at least `backward_s`.
-        dense, expert: parameters outside of experts, and in them.
-        communication: the part of all that is exposed communication, by axis, for each layer class.
+        forward_s: seconds of the forward.
+        backward_s: seconds of the backward, without recomputation.
+        recompute_s: seconds of the recomputation in the backward.
+        input_gradient_s, weight_gradient_s: seconds of the two parts of a cut backward, together at least `backward_s`.
+        dense, expert: numbers of parameters outside of experts, and of experts.
+        communication: for each layer class, a dict from axis to the seconds of exposed communication in both passes.
     """
 
     forward_s: Floats
@@ -59,7 +60,7 @@ class LayerTimes(NamedTuple):
 
 
 def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups, cluster: Cluster) -> LayerTimes:
-    """The times of layer classes, in their order."""
+    """Return the times of the layer classes under a recipe, in the order of `layers`."""
     rows, communication = [], []
     for name, price in layers.items():
         row, exposed = _layer_time(price, recipe, groups, cluster, is_block=name not in (BEFORE, AFTER))
@@ -71,7 +72,10 @@ def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Gro
 def _layer_time(
     price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
 ) -> tuple[tuple[float, ...], Mapping[str, float]]:
-    """The times of a layer class in the order of `LayerTimes`, and its exposed communication."""
+    """Return the times of one layer class, and its exposed communication.
+
+    The times are the first five fields of `LayerTimes`, in order. The communication is a dict from axis to seconds.
+    """
     forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
     gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
     adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device)
@@ -91,7 +95,7 @@ def _layer_time(
 
 
 def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
-    """The recomputation in a layer class's backward."""
+    """Return the time of the forward kernels that the backward of a layer runs again."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
@@ -104,7 +108,13 @@ _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 class _PassTimes(NamedTuple):
-    """Seconds of a pass with its exchanges: of the whole pass, of a cut pass's first part, and of exposed exchanges."""
+    """Seconds of a forward or backward with its ZeRO collectives and host copies.
+
+    Args:
+        total_s: the whole pass.
+        first_s: the first part of a backward that is cut in two.
+        exposed: for "data" (ZeRO) and `HOST`, the seconds that their transfers add to the pass.
+    """
 
     total_s: float
     first_s: float
@@ -112,9 +122,14 @@ class _PassTimes(NamedTuple):
 
 
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
-    """Return the times of a pass of `busy_s` seconds, its first part alone `first_s`, beside gathering and copying.
+    """Return the times of a forward or backward that runs beside ZeRO's collectives and copies to or from the host.
 
-    All exchanges of a cut pass are in its first part.
+    Args:
+        busy_s: seconds of the pass alone.
+        first_s: seconds of the first part of a cut backward, alone. All transfers run beside this part.
+        gather_s: seconds of ZeRO's collectives.
+        copy_s: seconds of copies to or from the host.
+        recipe: the recipe; its runtime says which transfers overlap with computation.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
@@ -127,7 +142,10 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
 
 
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
-    """Seconds of copying a layer class's kept values to the host and back; values of the ends stay on the device."""
+    """Return the seconds of copying a layer's kept values to the host, and the seconds of copying them back.
+
+    Both are 0 for the embedding and the head, whose values stay on the device.
+    """
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
     kept = kept_bytes(price, recipe, is_block=True)
@@ -135,12 +153,12 @@ def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_bl
 
 
 def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
-    """Seconds of gathering a layer class's parameters in the forward; in the backward, with reducing gradients.
+    """Return the seconds of ZeRO's collectives for one layer and one micro-batch, in the forward and in the backward.
 
-    ZeRO-3 gathers. ZeRO-2 and -3 reduce for each micro-batch if there are several (`Execution.reduces_each`). Expert
-    parameters are
-    sharded over the ranks that hold the same experts. Collectives of lists gather each matrix by itself, and vectors
-    stay whole (DeepSpeed's ZeRO-3).
+    ZeRO-3 gathers parameters in both passes. ZeRO-2 and ZeRO-3 reduce gradients in the backward of each micro-batch, if
+    there are several (`Execution.reduces_each`). Parameters of experts are sharded over the ranks that hold the same
+    experts. With `Runtime.listed_collectives`, each matrix is gathered by a collective of its own, and vectors are not
+    sharded (DeepSpeed's ZeRO-3).
     """
     if not recipe.reduces_each:
         return 0.0, 0.0
@@ -162,12 +180,12 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
 
 @dataclass(frozen=True)
 class Step:
-    """A step: its time, and its parts; each is computed when it is first read.
+    """A priced step under one recipe. Each property is computed when it is first read.
 
     Args:
         layers: the price of each layer class.
-        stages: number of each layer class in each stage.
-        recipe, groups, cluster: the recipe, its groups, the hardware.
+        stages: the number of layers of each class in each stage.
+        recipe, groups, cluster: the recipe, its process groups, the hardware.
     """
 
     layers: Mapping[str, LayerPrice]
@@ -183,7 +201,7 @@ class Step:
 
     @cached_property
     def breakdown(self) -> Mapping[str, float]:
-        """Seconds by part; `time_s` is their sum."""
+        """Seconds of the step by part, such as "compute" and "pipeline bubble". Their sum is `time_s`."""
         recipe, found = self.recipe, dict[str, float]()
         is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
         sends_s = 2 * self.send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
@@ -209,17 +227,17 @@ class Step:
 
     @cached_property
     def times(self) -> LayerTimes:
-        """Times of the layer classes."""
+        """Times of one layer of each class."""
         return layer_times(self.layers, self.recipe, self.groups, self.cluster)
 
     @cached_property
     def send_s(self) -> float:
-        """Seconds of a transfer between stages."""
+        """Seconds of sending one micro-batch's activations from a stage to the next."""
         return send_time(self.layers, self.recipe, self.groups)
 
     @cached_property
     def stage_times(self) -> Sequence[StageTimes]:
-        """Times of each stage for a micro-batch."""
+        """Times of each stage for one micro-batch, in the order of the stages."""
         names, times = tuple(self.layers), self.times
         parts = (times.forward_s, times.backward_s, np.zeros(len(names)), times.recompute_s)
         if cuts_backward(self.recipe):
@@ -233,25 +251,25 @@ class Step:
 
     @cached_property
     def ranks(self) -> Floats:
-        """Number of each layer class on each pipeline rank, [ranks, classes]."""
+        """Number of layers of each class on each pipeline rank, [ranks, classes]."""
         return rank_counts(tuple(self.layers), self.stages, self.recipe)
 
     @cached_property
     def end(self) -> Mapping[str, float]:
-        """The ends of the rank with the longest ends."""
+        """Seconds by part of reduction, update and gathering, on the rank where they take longest (`price_ends`)."""
         kinds = dict.fromkeys(map(tuple, self.ranks.tolist()))
         ends = [end_times(load_of(kind, self.times), self.recipe, self.groups, self.cluster) for kind in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
 def load_of(counts: Sequence[float], times: LayerTimes) -> EndLoad:
-    """Return the load of a rank with these numbers of layer classes."""
+    """Return the parameters and the computation of a pipeline rank; `counts` is its number of layers of each class."""
     parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
     return EndLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:
-    """Seconds of sending a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
+    """Seconds of sending a block's input to the next stage. Each tensor rank sends its part (Narayanan et al. 2021)."""
     if recipe.pipeline == 1:
         return 0.0
     whole = max(price.entering_bytes for name, price in layers.items() if name not in (BEFORE, AFTER))
@@ -266,10 +284,10 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
-    """Bytes moved to add a micro-batch's gradients to earlier ones, or to lay out gradients that are reduced at once.
+    """Bytes of device memory that are moved to sum one micro-batch's 16-bit gradients, or to prepare their reduction.
 
-    Gradients have two bytes an element, and are added to a sum that is read and written. FSDP copies gradients into a
-    flat buffer, and casts the buffer to the dtype of the reduction.
+    A local sum reads each gradient, and reads and writes the sum. If gradients are reduced at once, FSDP copies them
+    into a flat buffer, and casts the buffer to the dtype of the reduction.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters

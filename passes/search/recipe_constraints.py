@@ -1,4 +1,5 @@
-"""Constraints on the searched recipes: fields with their value, or a collection of values.
+"""Read a user's constraints on recipes: a dict from a recipe's field to its value, or to a collection of allowed
+values.
 
 For example `{"tensor": 8, "pipeline": (1, 2, 4)}`. Overlap and fusion are fields of a `Runtime`, not of recipes.
 """
@@ -26,18 +27,18 @@ _ELSEWHERE = {
         for name in _RUNTIME
     },
 }
-"""Names that constraints do not decide, and the way out for each."""
+"""For each name that constraints cannot decide: the advice that the error message gives."""
 
 
 def pinned(constraints: Mapping[str, object]) -> Only:
-    """Return the values that constraints leave to searched fields.
+    """Return the allowed values of each constrained field, as tuples.
 
     Args:
-        constraints: field of `Recipe` to its value, or to a collection of allowed values.
+        constraints: a dict from a field of `Recipe` to its value, or to a collection of allowed values.
 
     Raises:
-        RecipeError: an unknown field or value; the message names it.
-        NotAvailableError: the spec of a value, because recipes do not choose single specs.
+        RecipeError: a field or value is unknown. The message names it.
+        NotAvailableError: a value is a `PartitionSpec`. Recipes do not choose specs of single tensors.
 
     Example:
         >>> pinned({"pipeline": (1, 2), "tensor": 8})
@@ -52,7 +53,7 @@ def pinned(constraints: Mapping[str, object]) -> Only:
 
 
 def _values(name: str, given: object) -> tuple[object, ...]:
-    """Return the values that a field may have."""
+    """Return the allowed values of the field `name`, after checks of each value."""
     if isinstance(given, PartitionSpec):
         raise NotAvailableError(
             f"constraints[{name!r}]={given!r} gives a value its spec, but with global_batch= recipes are searched, "

@@ -1,4 +1,4 @@
-"""The groups of ranks of a recipe's axes, and how long collectives take on them."""
+"""The process groups of a recipe's axes, with the links between their ranks, and the times of collectives in them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from passes.search.layers.price_layers import EXPERT, AxisTraffic
 from passes.search.layers.propagate_axis import MoveKind
 
 Exchange = Callable[[float, GroupLinks], float]
-"""Seconds of exchanging bytes in a group."""
+"""A function from bytes and a group to the seconds of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The links of the recipe's groups.
+    """The links between the ranks of each process group of a recipe.
 
     Args:
-        tensor, context, expert: the groups of these axes.
-        replicas: ranks of data x context.
-        zero: ranks over which ZeRO shards; `outer`: replicas of such a group.
-        expert_replicas: ranks that hold the same experts.
-        neighbours: two stages that follow each other.
+        tensor, context, expert: the groups of the axes with these names.
+        replicas: the ranks of data x context, which hold the same parameters before ZeRO.
+        zero: the ranks over which ZeRO shards.
+        outer: the ranks that hold the same ZeRO shard; gradients are all-reduced among them.
+        expert_replicas: the ranks that hold the same experts.
+        neighbours: two ranks of consecutive pipeline stages.
     """
 
     tensor: GroupLinks
@@ -47,12 +48,16 @@ class Groups:
     neighbours: GroupLinks
 
     def of(self, axis: str) -> GroupLinks:
-        """The group of a layout's axis."""
+        """Return the group of the axis "tensor", "context" or "expert"."""
         return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
 
 
 def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
-    """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
+    """Return the process groups of a recipe on a cluster.
+
+    Raises:
+        RecipeError: the recipe needs another number of devices than the cluster has.
+    """
     if recipe.devices != cluster.size:
         raise RecipeError(
             f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
@@ -62,7 +67,7 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
-        """Return a group of `size` ranks, `inner` apart, with `inside` neighbouring ranks beside each of them."""
+        """Return a group of `size` members whose ranks are `inner` apart. Each member is a run of `inside` ranks."""
         outer, between = cluster.size // (inner * size), inner // inside
         shape = {"outer": outer, "group": size, "between": between, "inside": inside}
         return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))
@@ -84,7 +89,7 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
 
 
 def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
-    """Seconds of a collective."""
+    """Seconds of one collective of a layer, without other traffic."""
     group = groups.of(item.axis)
     if recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE):
         return _merged_s(item.bytes, item.copies, group)
@@ -99,23 +104,26 @@ _MOVES = {
 
 @lru_cache(maxsize=2**16)
 def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an exchange without other traffic; cached, because a search repeats few exchanges."""
+    """Seconds of an exchange without other traffic. The result is cached, because a search repeats few exchanges."""
     return exchange(moved_bytes, group)
 
 
 _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
-"""Seconds of exchanging tokens that are sent once to each place, without other traffic."""
+"""Seconds of an all-to-all of tokens in which each token is sent once to each rank, without other traffic."""
 
 
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
-    """Seconds of sorting received tokens by expert, or back; a merged dispatch sorts tokens itself."""
+    """Seconds in which a rank sorts exchanged tokens by expert, or back.
+
+    A merged dispatch sorts the tokens itself, so the result is then 0.
+    """
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0
     return memory_time(2 * item.bytes, cluster.device)
 
 
 _LISTED_S = 2e-5
-"""Seconds of the host for each rank of a collective of a tensor list. The collective makes a view and a copy, from C++,
+"""Seconds of the host for each rank of a collective with a list of tensors. The host makes a view and a copy, from C++,
 without Python (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 to 25 us).
 """
 
@@ -123,7 +131,11 @@ without Python (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_ke
 def in_pieces(
     exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
 ) -> float:
-    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if needed."""
+    """Seconds of exchanging `total_bytes` in `count` equal pieces; by default a piece has the size of the runtime's
+    buckets.
+
+    With `Runtime.listed_collectives`, each piece also takes host time for each rank of the group.
+    """
     count = max(1, round(total_bytes / recipe.runtime.bucket_bytes)) if count is None else count
     listing_s = group.size * _LISTED_S if recipe.runtime.listed_collectives and group.size > 1 else 0.0
     return count * (_alone_s(exchange, total_bytes / count, group) + listing_s)

@@ -1,4 +1,7 @@
-"""The plan of a recipe: specs of the program on the recipe's mesh, and the predicted step."""
+"""Make the plan of a recipe without a search over specs.
+
+The plan has a spec for each value on the recipe's mesh, and a predicted step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def recipe_plan(
     recipe: Execution,
     cluster: Cluster,
 ) -> Plan:
-    """The plan of a recipe.
+    """Return the plan of a recipe.
 
     Args:
         priced: the traced model.
@@ -69,7 +72,12 @@ def recipe_plan(
 
 
 def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) -> Prediction:
-    """The prediction of a step under a recipe, on the fullest rank."""
+    """Return the predicted time of a step under a recipe, and the predicted memory of the rank that needs most.
+
+    Raises:
+        RecipeError: the recipe does not suit the model or the cluster, or the host has too little memory for
+            offloading.
+    """
     groups, stages = recipe_groups(recipe, cluster), share_out(priced.blocks, recipe)
     layers = priced.layer_prices(recipe, cluster)
     step = Step(layers, stages, recipe, groups, cluster)
@@ -92,7 +100,11 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
 
 
 def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> int:
-    """Bytes in the host's memory for each device. Raises RecipeError if the host has less."""
+    """Return the bytes of offloaded activations in the host's memory for each device.
+
+    Raises:
+        RecipeError: the host has less memory.
+    """
     if recipe.offload != "activations":
         return 0
     stages, share = share_out(priced.blocks, recipe), cluster.host_bytes_per_device
@@ -106,9 +118,10 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
 
 
 def recipe_mesh(recipe: Execution) -> Mesh:
-    """Return the mesh of a recipe, slowest axis first, as Megatron-LM orders ranks, without axes of one rank.
+    """Return the mesh of a recipe, with the slowest axis first as in Megatron-LM, and without axes of one rank.
 
-    The expert axis is the fastest part of data x context, which is then called "data".
+    With experts, the ranks of data x context are cut into two axes: "expert", the faster one, and "data". If a group of
+    experts does not fit in these ranks, the mesh has the experts' tensor ranks, `expert_tensor`.
     """
     axes = {"pipeline": recipe.pipeline, "data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
     if recipe.expert > 1 and recipe.replicas % recipe.expert == 0:
@@ -121,7 +134,9 @@ def recipe_mesh(recipe: Execution) -> Mesh:
 
 
 def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
-    """One spec from those of single axes.
+    """Return one spec from the specs of single axes.
+
+    `specs` maps the name of an axis to its spec, in which the axis is called `AXIS`.
 
     Example:
         >>> combined({"context": PartitionSpec(None, AXIS), "tensor": PartitionSpec(None, AXIS)})
@@ -134,7 +149,10 @@ def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
 
 
 def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
-    """Specs of the calls of one block of each kind, and of the ends; batches are split over replicas beforehand."""
+    """Return the specs of the calls of one block of each kind, and of the parts before and after the blocks.
+
+    `layouts` maps an axis to its layout. The data axis has none, because the batch is split before the program runs.
+    """
 
     def each(found: Mapping[str, tuple[PartitionSpec, ...]]) -> tuple[PartitionSpec, ...]:
         return tuple(combined(dict(zip(found, specs, strict=True))) for specs in zip(*found.values(), strict=True))
@@ -154,9 +172,10 @@ def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[
 def _parameter_plans(
     priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Execution, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
-    """Return the plan of each parameter of the whole model; ZeRO-3 splits the first dim over replicas too.
+    """Return the plan of each parameter of the whole model. Under ZeRO-3, replicas also split the first dim.
 
-    Experts may also lie on ranks of the tensor axis; the mesh does not name this.
+    The bytes of a parameter come from the recipe's own numbers of tensor, context and expert ranks. The mesh may lack
+    some of these axes.
     """
     nodes = priced.folded.single.nodes_by_name()
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}

@@ -1,7 +1,8 @@
 """Price many recipes of one model on one cluster, and bound their step times from below. Recipes share layers' prices.
 
 A layer class takes f seconds forward and b backward for one micro-batch, with exposed communication and recomputation.
-A step has m micro-batches. Pipeline rank r has counts c(r) of each class; h(r) counts those before its first stage.
+A step has m micro-batches. Pipeline rank r has c(r) layers of each class. h(r) layers of each class run before the
+first stage of rank r. A product such as c(r) f is the sum over the layer classes.
 
 1. *Mean.* One of the P ranks has at least the mean work, m sum(f + b) / P. A micro-batch takes at least the time of
    its forward, and of its gradients of inputs, through all stages.
@@ -12,7 +13,7 @@ A step has m micro-batches. Pipeline rank r has counts c(r) of each class; h(r) 
        T >= h(r) f + r s + m c(r) (f + b) [ + h(r) b + r s ]
 
    Then the rank with most parameters reduces gradients, updates parameters and gathers them (`price_ends.end_times`).
-   With equal stages this is the price.
+   With equal stages this bound is the price.
 
 Every bound is lowered by one part in 10^9, because of rounding.
 """
@@ -49,7 +50,7 @@ class Places:
     Args:
         counts: the number of layers of each class on each rank, [pipes, ranks, classes].
         before: the number of layers of each class before the rank's first stage, [pipes, ranks, classes].
-        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
+        is_whole: true for a schedule that runs each backward as one task, [pipes, 1].
     """
 
     counts: Floats
@@ -59,14 +60,20 @@ class Places:
 
 @lru_cache(maxsize=1024)
 def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
-    """Count the layers on each rank for some pipelines of a model; `names` are the layer classes, in order."""
+    """Count the layers of each class on each rank, for pipelines of one model that have the same number of ranks.
+
+    Args:
+        names: the layer classes, in the order of the result.
+        blocks: the layer class of each block of the model.
+        pipes: the pipelines.
+    """
     counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
     return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
 
 
 @lru_cache(maxsize=8192)
 def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
-    """The entries of `Places` for one pipeline."""
+    """Return `counts`, `before` and `is_whole` of `Places` for one pipeline."""
     recipe = pipe.recipe(len(blocks))
     stages = share_out(blocks, recipe)
     passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
@@ -75,9 +82,9 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
 
 
 def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
-    """For each pipeline, the longest of its ranks' paths in seconds, [pipes].
+    """Return, for each pipeline, the longest path of its ranks in seconds, [pipes].
 
-    The module's docstring gives the path of a rank. Reducing gradients and updating parameters are not part of it.
+    The module's docstring has the formula. The time after the last micro-batch (`price_ends`) is not part of a path.
     """
     hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
     entering = places.before @ times.forward_s + hops
@@ -88,14 +95,16 @@ def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: 
 
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
-    """The number of micro-batches that each rank holds at its peak, per stage of the rank: [pipes, ranks]."""
+    """Return the micro-batches that each rank holds at its peak, as a mean over its virtual stages, [pipes, ranks]."""
     held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
     return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 
 
 @dataclass
 class RecipePricer:
-    """Times and memory of recipes of a model on a cluster. The recipes differ only in fields that the search varies.
+    """Compute times and memory of many recipes of one model on one cluster, and keep all prices that recipes share.
+
+    The recipes may differ only in fields that the search varies (`recipe_space.SEARCHED`).
 
     Args:
         counted: the model.
@@ -109,7 +118,7 @@ class RecipePricer:
     _layers: dict[tuple[object, ...], Mapping[str, LayerPrice]] = field(default_factory=dict)
 
     def groups(self, recipe: Execution) -> Groups:
-        """The groups of a recipe."""
+        """Return the process groups of a recipe."""
         shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
         key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
         if key not in self._groups:
@@ -117,18 +126,18 @@ class RecipePricer:
         return self._groups[key]
 
     def layers(self, recipe: Execution) -> Mapping[str, LayerPrice]:
-        """The prices of a recipe's layer classes."""
+        """Return the price of each layer class under a recipe."""
         key = _layout_of(recipe)
         if key not in self._layers:
             self._layers[key] = self.counted.layer_prices(recipe, self.cluster)
         return self._layers[key]
 
     def stages(self, recipe: Execution) -> tuple[Stage, ...]:
-        """A recipe's stages."""
+        """Return the stages of a recipe's pipeline."""
         return share_out(self.counted.blocks, recipe)
 
     def time_s(self, recipe: Execution) -> float:
-        """Seconds of a recipe's step, from `recipe_plan.predict_recipe`."""
+        """Seconds of a step under a recipe, as in `recipe_plan.predict_recipe`."""
         parts = (self.layers(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
         return Step(*parts).time_s
 
@@ -138,15 +147,18 @@ class RecipePricer:
         return memory_price(*parts, in_flight(recipe)).total
 
     def memory_floors(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """Bytes of the fullest rank of each of some pipelines with the same number of ranks, unrounded: [pipes]."""
+        """Return a lower bound of the peak memory in each pipeline, in bytes, [pipes].
+
+        The pipelines have the same number of ranks. The bound differs from `memory_bytes` only by rounding.
+        """
         held = held_bytes(self.layers(recipe), recipe, self.groups(recipe))
         parts = memory_parts(held, self._places(recipe, pipes).counts, held_by(pipes, recipe.micro_batches))
         return np.sum(list(parts.values()), axis=0).max(axis=1) - len(parts)
 
     def fits(self, recipe: Execution, memory_limit: float) -> bool:
-        """Whether a recipe fits in the memory limit.
+        """Whether a recipe needs at most `memory_limit` bytes on each device.
 
-        Its offloaded values must also fit in the device's share of the host's memory.
+        Offloaded values must also fit in the device's share of the host's memory.
         """
         if self.memory_bytes(recipe) > memory_limit:
             return False
@@ -156,7 +168,10 @@ class RecipePricer:
         return host_bytes(self.layers(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
-        """Bytes of the largest workspace under a recipe's layout. A rank needs them beside all other memory."""
+        """Bytes of the largest workspace of any kernel under a recipe's layout.
+
+        A rank needs them beside all other memory.
+        """
         return max(size.workspace_bytes for size in self.layers(recipe).values())
 
     def least_memory(self, last: Execution) -> float:
@@ -173,7 +188,7 @@ class RecipePricer:
         return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
-        """A lower bound of a recipe's step time in any pipeline: the first bound of the module's docstring."""
+        """A lower bound, in seconds, of a recipe's step time in any pipeline: bound 1 of the module's docstring."""
         times, counts = self._times_of(recipe), self._counts_of(self.layers(recipe))
         backward_s = times.backward_s + times.recompute_s
         first_s = np.minimum(backward_s, times.input_gradient_s + times.recompute_s)
@@ -182,7 +197,10 @@ class RecipePricer:
         return ROUNDING * max(float(counts @ part) for part in each)
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """The second bound of the module's docstring for each of some pipelines with the same number of ranks."""
+        """Return bound 2 of the module's docstring for each pipeline, in seconds, [pipes].
+
+        The pipelines have the same number of ranks, and replace the recipe's pipeline.
+        """
         times, layers, groups = self._times_of(recipe), self.layers(recipe), self.groups(recipe)
         places = self._places(recipe, pipes)
         send_s = send_time(layers, recipe, groups)
@@ -197,8 +215,9 @@ class RecipePricer:
         return places_of(tuple(self.layers(recipe)), self.counted.blocks, pipes)
 
     def _times_of(self, recipe: Execution) -> LayerTimes:
-        """Return the times of layer classes. Recipes share them if they differ in the pipeline, or in unused
-        sharding.
+        """Return the times of the layer classes under a recipe.
+
+        Recipes share the times if they differ only in the pipeline, or in a sharding that does not change these times.
         """
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
@@ -209,13 +228,14 @@ class RecipePricer:
         return self._times[key]
 
     def _counts_of(self, names: Iterable[str]) -> Floats:
-        """Number of each layer class in the model."""
+        """Return the number of layers of each class in the whole model, [classes]."""
         return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:
-    """Return the fields that decide the work of layer classes, without recomputation; a search shares the other
-    fields.
+    """Return the fields of a recipe that decide the kernels of each layer class, as a key for prices.
+
+    Recomputation is not among them. All other fields have the same values in a search, or do not change kernels.
     """
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)

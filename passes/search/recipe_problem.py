@@ -1,4 +1,7 @@
-"""The best recipe of a model on a cluster, and of each known kind; searches of one problem share prices."""
+"""Search the fastest recipe of a model on a cluster, and the fastest recipe of each known kind (FSDP, Megatron TP+SP).
+
+All searches of one problem share prices.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ from passes.solver.search_control import Ceiling
 
 @dataclass
 class RecipeProblem:
-    """The problem of finding the fastest recipe.
+    """The problem of finding the fastest recipe of a model on a cluster.
 
     Args:
         counted: the model.
         cluster: the cluster; all of its devices are used.
         base: the global batch, and the fields that are not searched (other than `recipe_space.SEARCHED`).
         memory_limit: bytes of a device that recipes may take.
-        least_tokens: see `RecipeSpace`.
-        pinned: searched fields to their allowed values in every search, see `recipe_constraints`. For pinned tensor or
-            context ranks, neither the node nor `least_tokens` is a limit.
-        runs: see `RecipeSpace`.
+        least_tokens: the smallest number of tokens of a sequence on a context rank.
+        pinned: for some searched fields, their allowed values in every search, see `recipe_constraints`. Pinned tensor
+            ranks may exceed a node, and `least_tokens` does not apply to pinned context ranks.
+        runs: whether to search only recipes whose programs `compile` can run.
     """
 
     counted: CountedModel
@@ -44,12 +47,15 @@ class RecipeProblem:
 
     @cached_property
     def pricer(self) -> RecipePricer:
-        """The pricer of the problem's recipes."""
+        """The prices that all searches of the problem share."""
         return RecipePricer(self.counted, self.cluster)
 
     @cached_property
     def kinds(self) -> dict[str, Only]:
-        """The known kinds of recipes that the problem has, whatever memory they take; see `known_kinds`."""
+        """The known kinds of recipes that have at least one recipe in this problem, without regard to memory.
+
+        A dict from the kind's name to its restriction of searched fields, see `known_kinds`.
+        """
         known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
@@ -70,30 +76,32 @@ class RecipeProblem:
         """Return the fastest recipe that fits.
 
         Args:
-            only: searched fields to their allowed values, `{"pipeline": range(2, 65)}`.
+            only: for some searched fields, their allowed values, `{"pipeline": range(2, 65)}`.
             ceiling, known, watch: see `search_recipes`.
 
         Raises:
-            RecipeError: a field is not searched.
+            RecipeError: a restricted field is not searched.
         """
         return search_recipes(
             self.space(only), self.pricer, self.memory_limit, ceiling=ceiling, known=known, watch=watch
         )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
-        """Return the recipe with the least memory; its objective is bytes. Arguments are those of `best`."""
+        """Return the recipe with the least memory. Its objective is in bytes. The arguments are as in `best`."""
         return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
-        """Return the fastest recipe within a restriction, and the fastest of each known kind within it."""
+        """Return the fastest recipe within the restriction `only`, and the fastest of each known kind within `only`."""
         kinds = [both for kind in self.kinds.values() if all((both := _both(kind, only)).values())]
         return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
 
     def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
-        """Return the fastest recipe of each of the `kinds`.
+        """Return the fastest recipe of each known kind, as a dict from the kind's name.
+
+        Ctrl-C ends the search of a kind, and no later kind is searched.
 
         Raises:
-            KeyboardInterrupt: by Ctrl-C before any recipe was priced; later Ctrl-C interrupts the search of a kind.
+            KeyboardInterrupt: Ctrl-C before any recipe was priced.
         """
         found: dict[str, FoundRecipe] = {}
         for name, only in self.kinds.items():
@@ -114,7 +122,10 @@ class RecipeProblem:
         return next(self.space().recipes(), None) is not None
 
     def missing(self, feature: str) -> str:
-        """Return a reason why no recipe of the model has a feature of `why_not`; "" if one may."""
+        """Return the reason why no recipe of the model can have a feature, or "".
+
+        `feature` is a name of `why_not`: "expert", "context", "pipeline", "recompute" or "offload".
+        """
         if feature == "expert" and not self.counted.has_experts:
             return "the model has no experts to share out"
         if feature == "context" and not self.counted.tokens:
@@ -125,16 +136,21 @@ class RecipeProblem:
         return "the device's data have no host link" if no_host else ""
 
     def admits(self, recipe: Execution) -> bool:
-        """Whether a recipe fits, and keeps the constraints. Raises RecipeError for another number of devices."""
+        """Whether a recipe fits in memory and keeps the constraints.
+
+        Raises:
+            RecipeError: the recipe needs another number of devices than the cluster has.
+        """
         runs = not (self.runs and recipe.without_program)
         return runs and keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
 
     def best_of_all(
         self, *, ceiling: Ceiling | None = None, known: Execution | None = None, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
-        """Return the fastest recipe, and the baselines. The fastest of the baselines and `known` starts the search.
+        """Return the fastest recipe, and the fastest recipe of each known kind (`baselines`).
 
-        Times are of both searches.
+        The search begins from `known` or from the fastest recipe of a known kind, whichever is faster. The search time
+        of the result includes the searches of the kinds.
         """
         start = time.monotonic()
         kinds = self.baselines(ceiling)
@@ -149,7 +165,7 @@ class RecipeProblem:
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, only: Only | None = None) -> RecipeSpace:
-        """Return the recipes to search, with some fields restricted."""
+        """Return the set of recipes to search, with the fields of `only` restricted to the given values."""
         return RecipeSpace(
             self.counted,
             self.cluster.size,
@@ -164,17 +180,17 @@ class RecipeProblem:
 
 
 def _both(one: Only, other: Only) -> Only:
-    """Return the values that two restrictions leave to each field."""
+    """Return the restriction that holds both restrictions: for each field the values that both allow."""
     common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
     return {**one, **other, **common}
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
-    """Return the recipes that experts know by name, as restrictions of the searched fields.
+    """Return the kinds of recipes that experts know by name, as a dict from the name to allowed values of searched
+    fields.
 
-    Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules. HSDP shards
-    within
-    nodes, and equals FSDP on a single node.
+    Tensor parallel ranks stay within a node, as in Megatron-LM. Pipelines have Megatron-LM's schedules. HSDP shards
+    within nodes, and equals FSDP on a single node.
     """
     alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
     node = cluster.devices_per_node
@@ -200,11 +216,11 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
 
 
 def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
-    """Return the recipe of another plan, if it fits and keeps the constraints; else the fastest recipe like it.
+    """Return the recipe of another plan for this problem, or the fastest similar recipe, or None.
 
-    Similar recipes cut a micro-batch in the same way (`alike`). On another number of devices they have other replicas
-    or
-    pipeline ranks. None if there is no similar recipe, or the ceiling ends the search first.
+    The recipe `before` itself is returned if it fits and keeps the constraints. Similar recipes split a micro-batch in
+    the same way (`alike`), and may have other numbers of replicas or pipeline ranks. None means that no similar recipe
+    exists, or that the ceiling ends the search first.
     """
     try:
         recipe = problem.base.of(before)
@@ -218,9 +234,9 @@ def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None
 _ALIKE = (
     "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
 )  # fmt: skip
-"""The fields of a recipe for the cut of a micro-batch, and for keeping and sharding its values."""
+"""The fields that say how a recipe splits a micro-batch, and how it keeps and shards values."""
 
 
 def alike(recipe: Recipe) -> Only:
-    """Return the recipes that share these fields with a recipe."""
+    """Return the restriction to recipes that split a micro-batch in the same way. They share the fields of `_ALIKE`."""
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -1,28 +1,31 @@
-"""The recipes that are searched: every way to lay a model's training step out over a cluster, each once.
+"""The set of recipes that a search goes through: every way to lay a model's training step out over a cluster, each
+once.
 
-A recipe of the space is a choice in four steps, every one of which is data here:
+A recipe is chosen in four steps, and each choice is a tuple of data:
 
-1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
-   between split regions, and the micro-batch. It decides time and memory of layer classes;
-2. an `ActivationPolicy`: whether values of blocks are computed again (`recompute`), or lie on the host (`offload`);
-3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and the blocks of each stage (even, or
-   even with the ends counted as blocks). The remaining devices are `data`;
-4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
+1. A `Layout` has the sizes of `tensor`, `context`, `expert`, `expert_tensor`, and the micro-batch. It also says
+   whether the tensor axis splits activations between its split products (sequence parallelism). The layout decides the
+   time and memory of layer classes.
+2. An `ActivationPolicy` says whether values of blocks are computed again (`recompute`), or lie on the host (`offload`).
+3. A `Pipe` has the number of pipeline ranks, the schedule, the virtual stages, and the blocks of each stage. Stages
+   have equal numbers of blocks, with or without counting the embedding and the head as blocks. The remaining devices
+   are `data`.
+4. A `Sharding` has the ZeRO stage, and the number of ranks over which ZeRO shards.
 
-All else (runtime, precision, optimizer, batch) is that of a given execution, `base`.
-Some recipes are impossible, and left out beforehand:
+All other fields (runtime, precision, optimizer, batch) come from a given execution, `base`.
+Only possible recipes are in the set:
 
-* sizes multiply to the devices, and each replica runs whole micro-batches;
-* an axis splits some dim of a block's values: heads, hidden units, experts, or the sequence;
-* it divides each dim that it splits, but for the vocabulary, which may be padded;
-* tensor ranks are at most `most_tensor`, those of a node, as in all published runs;
-* a context rank has at least `least_tokens` of a sequence, a tile of attention kernels;
-* a pipeline has a stage for each block at most (ends counted where they are split off);
-* its schedule admits the micro-batches (`cost_models.schedule_orders.admits`);
-* every stage but the first and the last has a block.
+* The product of the sizes is the number of devices, and each replica runs whole micro-batches.
+* Each axis splits some dim of a block's values: heads, hidden units, experts, or the sequence.
+* Each axis divides every dim that it splits. Only the vocabulary may be padded.
+* There are at most `most_tensor` tensor ranks, usually the devices of a node, as in all published runs.
+* A context rank has at least `least_tokens` tokens of a sequence, a tile of attention kernels.
+* A pipeline has at most as many stages as blocks. The embedding and the head count where they are split off.
+* The schedule allows the number of micro-batches (`cost_models.schedule_orders.admits`).
+* Every stage but the first and the last has a block.
 
-Second names of one recipe are left out. A group of all replicas is `zero_group=None`. Selective recomputation of
-blocks without an attention core is none. ZeRO shards over two replicas or more.
+A recipe with two names is in the set once. Sharding over all replicas is `zero_group=None`. Without an attention core,
+selective recomputation is the same as none. ZeRO needs two replicas or more.
 """
 
 from __future__ import annotations
@@ -45,19 +48,19 @@ SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
     "virtual_stages", "micro_batch", "recompute", "offload", "zero", "zero_group",
 )  # fmt: skip
-"""The fields of a recipe that the space chooses."""
+"""The fields of a recipe that the search chooses."""
 
 Only = Mapping[str, Collection[object]]
-"""Fields to their allowed values."""
+"""A restriction of recipes: a dict from a field's name to its allowed values."""
 
 
 def keeps(recipe: Recipe, only: Only) -> bool:
-    """Whether each restricted field of a recipe has one of its values."""
+    """Whether each field of a recipe that `only` restricts has an allowed value."""
     return all(getattr(recipe, name) in values for name, values in only.items())
 
 
 class Layout(NamedTuple):
-    """The cut of a micro-batch."""
+    """The split of one micro-batch on one pipeline stage: the size of each axis, and the number of sequences."""
 
     tensor: int
     sequence_parallel: bool
@@ -73,7 +76,7 @@ class Layout(NamedTuple):
 
 
 class ActivationPolicy(NamedTuple):
-    """The policy for a block's values after its forward."""
+    """The choice to keep, recompute or offload a block's values after its forward. The fields are as in `Recipe`."""
 
     recompute: str = "none"
     offload: str = "none"
@@ -83,7 +86,10 @@ POLICIES = tuple(ActivationPolicy(recompute, offload) for offload in ("none", "a
 
 
 class Pipe(NamedTuple):
-    """A pipeline; `schedule` is None for a single rank. With `split_ends` the ends count as blocks."""
+    """A pipeline. With `split_ends`, the embedding and the head count as blocks when blocks are shared out over stages.
+
+    `pipeline` is the number of ranks. `schedule` is None for a single rank.
+    """
 
     pipeline: int = 1
     schedule: str | None = None
@@ -92,17 +98,17 @@ class Pipe(NamedTuple):
 
     @property
     def chosen_schedule(self) -> str:
-        """Name of the schedule, the usual one for a single rank."""
+        """Name of the schedule; for a single rank the usual schedule."""
         return self.schedule or usual_schedule(self.virtual_stages)
 
     def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
-        """Return the blocks on each stage if the ends count as blocks; None: as even as possible."""
+        """Return the number of blocks on each stage with `split_ends`; else None: numbers as even as possible."""
         if not self.split_ends:
             return None
         return even_blocks(blocks, self.pipeline * self.virtual_stages, split_ends=True)
 
     def recipe(self, blocks: int) -> Execution:
-        """A recipe of the pipeline alone."""
+        """Return a recipe with this pipeline, whose other fields have their defaults."""
         return Execution(
             pipeline=self.pipeline,
             schedule=self.schedule,
@@ -113,9 +119,9 @@ class Pipe(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = False) -> tuple[Pipe, ...]:
-    """Return the pipelines of `ranks` ranks whose schedule admits the number of micro-batches.
+    """Return the pipelines of `ranks` ranks whose schedule allows the number of micro-batches.
 
-    A rank has a power of two of stages, or a stage for each block; with `every` any number of stages.
+    The number of virtual stages on a rank is a power of two, or the largest possible. With `every`, it is any number.
     """
     if ranks == 1:
         return (Pipe(),)
@@ -134,33 +140,33 @@ def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = Fa
 
 
 class Sharding(NamedTuple):
-    """A ZeRO stage, and the number of replicas over which it shards; 0: all replicas."""
+    """A ZeRO stage, and the number of replicas over which ZeRO shards. A `group` of 0 means all replicas."""
 
     zero: int = 0
     group: int = 0
 
 
 _GROUPS = tuple(8**power for power in range(1, 6))
-"""Numbers of replicas over which ZeRO shards, beside all replicas."""
+"""Numbers of replicas over which ZeRO may shard, beside all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeSpace:
-    """The recipes of a model on a cluster.
+    """The set of recipes of a model on a cluster that a search goes through.
 
     Args:
         counted: the model.
-        devices: devices of the cluster.
-        base: the fields that are not searched; those that are do not count, but for `global_batch`.
-        most_tensor: tensor ranks at most; None: any number.
-        least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
+        devices: the number of devices of the cluster.
+        base: the fields that are not searched, and the global batch. Its values of searched fields do not count.
+        most_tensor: the largest number of tensor ranks; None: any number.
+        least_tokens: the smallest number of tokens of a sequence on a context rank, where inputs are tokens.
         offloads: whether activations may go to the host.
-        only: restricts fields to some values. A group of all replicas is `zero_group=None`.
-        zero_groups: restricts `zero_group` too; a group of all replicas may be named by its size.
-        runs: whether only recipes are searched that have a program which `compile` runs.
+        only: for some searched fields, their allowed values. A group of all replicas is `zero_group=None`.
+        zero_groups: a further restriction of `zero_group`. Here a group of all replicas may be given as their number.
+        runs: whether to have only recipes with a program that `compile` can run.
 
     Raises:
-        RecipeError: a field that is restricted is not searched, or `base` has no global batch.
+        RecipeError: a restricted field is not searched, or `base` has no global batch.
     """
 
     counted: CountedModel
@@ -189,7 +195,10 @@ class RecipeSpace:
         return self.base.batch
 
     def layouts(self) -> Iterator[tuple[Layout, ...]]:
-        """Layouts that differ in the micro-batch only, by rising micro-batch."""
+        """Return the layouts in tuples.
+
+        The layouts of a tuple differ only in the micro-batch, and the smallest is first.
+        """
         sizes = divisors(self.devices)
         experts = sizes if self.counted.has_experts else (1,)
         tensors = [size for size in sizes if self.most_tensor is None or size <= self.most_tensor]
@@ -214,7 +223,7 @@ class RecipeSpace:
         return _splits_evenly(self.counted, self.kind(layout), layout)
 
     def kind(self, layout: Layout) -> RecipeKind:
-        """The kind of a layout's recipes."""
+        """Return the kind of a layout's recipes: which axes exist, without their sizes."""
         return RecipeKind.of(self.base)._replace(
             tensor=layout.tensor > 1,
             sequence_parallel=layout.sequence_parallel,
@@ -228,7 +237,7 @@ class RecipeSpace:
         return [size for size in sizes if any(True for _ in self.pipelines(layout._replace(micro_batch=size)))]
 
     def pipelines(self, layout: Layout) -> Iterator[int]:
-        """Numbers of pipeline ranks that suit a layout."""
+        """Return the possible numbers of pipeline ranks for a layout, rising."""
         for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
@@ -239,11 +248,15 @@ class RecipeSpace:
                 yield ranks
 
     def _expert_ranks(self, layout: Layout, data: int) -> int:
-        """Number of ranks of a pipeline stage that may share out the experts, see `Runtime.folded_experts`."""
+        """Return the number of ranks of a pipeline stage that may share out the experts, with `data` replicas of a
+        layout.
+
+        It depends on `Runtime.folded_experts`.
+        """
         return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
 
     def policies(self, layout: Layout) -> list[ActivationPolicy]:
-        """Activation policies of blocks; a model without blocks keeps its values."""
+        """Return the possible activation policies for a layout. A model without blocks keeps all values."""
         known = POLICIES if self.counted.blocks else POLICIES[:1]
         names_none = self._allows("recompute", "none") and not self.counted.has_core(self.kind(layout))
         return [
@@ -257,7 +270,7 @@ class RecipeSpace:
         ]
 
     def pipes(self, layout: Layout, ranks: int) -> tuple[Pipe, ...]:
-        """Return the pipelines of `ranks` ranks."""
+        """Return the possible pipelines of `ranks` ranks for a layout."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
         every, offered = "virtual_stages" in self.only, self.base.runtime.schedules
         known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
@@ -273,11 +286,15 @@ class RecipeSpace:
 
     @property
     def most_zero(self) -> int:
-        """The ZeRO stage of the allowed ones that shards most."""
+        """The allowed ZeRO stage that shards most."""
         return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
 
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
-        """Return ZeRO over all replicas, or over a power of eight of them; restricted sizes may be any number."""
+        """Return the possible ZeRO shardings for a layout with `ranks` pipeline ranks.
+
+        ZeRO shards over all replicas, or over a number of `_GROUPS`. If `zero_group` is restricted, any divisor is
+        possible.
+        """
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)
         if key not in self._shardings:
@@ -300,7 +317,7 @@ class RecipeSpace:
         return name not in self.only or value in self.only[name]
 
     def recipe(self, layout: Layout, policy: ActivationPolicy, pipe: Pipe, sharding: Sharding) -> Execution:
-        """The recipe of a choice."""
+        """Return the recipe of these four choices."""
         made = {
             **_fields_of(self.base),
             "data": self.devices // layout.ranks // pipe.pipeline,
@@ -322,7 +339,7 @@ class RecipeSpace:
         return Execution(**made)
 
     def recipes(self) -> Iterator[Execution]:
-        """Every recipe, once."""
+        """Return every recipe of the set, once."""
         for layouts in self.layouts():
             for layout in layouts:
                 for policy, ranks in product(self.policies(layout), self.pipelines(layout)):
@@ -332,7 +349,7 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether a recipe belongs to the search: any recipe of the runtime, or only recipes that `compile` runs."""
+        """Whether the runtime supports a recipe. With `runs`, `compile` must also be able to run its program."""
         if recipe.offload == "activations" and is_several(recipe.pipeline):
             return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
         return not (self.runs and recipe.without_program)
@@ -346,7 +363,7 @@ def _fields_of(recipe: Execution) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of a number, rising."""
+    """Return the divisors of a number, rising."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return (*small, *(number // size for size in reversed(small) if size * size != number))
 

@@ -1,14 +1,16 @@
-"""Find a fast recipe of a space, best first, and a lower bound of all its recipes.
+"""Find the fastest recipe of a set by best-first branch and bound, with a lower bound of all its recipes.
 
-An entry of the queue is a set of recipes with a lower bound of their objectives (`recipe_pricer`):
+An entry of the queue is a set of recipes with a lower bound of their objective (`recipe_pricer`). There are three kinds
+of entries, and each is split into entries of the next kind:
 
-1. a layout and an activation policy. Policies that recompute more take longer, and are opened when this set is split;
-2. also the number of pipeline ranks and the sharding;
-3. also the schedule, so the set is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
+1. All recipes with one layout and one activation policy. Policies that recompute more take longer, so their entries
+   are made only when this entry is split.
+2. Also the number of pipeline ranks and the sharding are chosen.
+3. Also the pipeline is chosen, so the entry is one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
-Once no set can be faster than the best recipe, that recipe is the fastest; of equal recipes it has the least memory. If
-the
-ceiling or Ctrl-C stops the search, its result is the best recipe priced, and the lowest bound of the remaining sets.
+The search ends when no entry can be faster than the best recipe. The best recipe is then the fastest. Among equally
+fast recipes it has the least memory. If the ceiling or Ctrl-C stops the search, the result is the best recipe so far,
+with the lowest bound of the remaining entries.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ class FoundRecipe:
     """The result of a search.
 
     Args:
-        recipe: the best recipe priced, or None. In a complete search None means that no recipe fits.
-        objective: its objective; infinite without.
-        lower_bound: no recipe of the space has a lower objective.
+        recipe: the best recipe that was priced, or None. In a complete search None means that no recipe fits.
+        objective: seconds of a step under the recipe, or its bytes if memory is searched; infinite without a recipe.
+        lower_bound: no recipe of the set has a lower objective.
         is_complete: whether the search came to its end, so that no recipe is better.
         was_interrupted: whether Ctrl-C ended the search.
-        priced, nodes: numbers of priced recipes, and of bounded sets of recipes.
+        priced, nodes: the number of priced recipes, and the number of entries that were made.
         search_time_s: wall time.
     """
 
@@ -63,13 +65,13 @@ NOTHING = FoundRecipe(
 """The result of a search that has not begun."""
 
 Watch = Callable[[FoundRecipe], None]
-"""Called with the result so far, after every priced recipe and at times between."""
+"""A function that is called with the result so far, after every new best recipe and every `_OFTEN` entries."""
 
 _AHEAD = 4
-"""Sets to split for each family of layouts before all families are open, so that a recipe is found soon."""
+"""The number of entries to split after each family of layouts is opened. So a first recipe is found early."""
 
 _OFTEN = 256
-"""Number of sets between two looks at the clock."""
+"""The number of entries between two calls of `watch`."""
 
 
 @one_blas_thread()
@@ -83,19 +85,19 @@ def search_recipes(
     known: Execution | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
-    """Return the fastest recipe of a space that fits in the memory limit.
+    """Return the fastest recipe of a set that fits in the memory limit.
 
     Args:
-        space: the recipes.
-        pricer: the pricer of their times and memory.
+        space: the set of recipes.
+        pricer: computes their times and memory.
         memory_limit: bytes of a device.
-        smallest: minimise the memory of the fullest rank in bytes, in place of the step in seconds.
-        ceiling: may end the search; None: no limit.
-        known: a known recipe; worse recipes are skipped.
-        watch: is told the progress.
+        smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
+        ceiling: a limit that may end the search; None: no limit.
+        known: a recipe to begin with; worse recipes are skipped.
+        watch: a function that is called with the progress.
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C before any recipe was priced; later Ctrl-C only ends the search.
+        KeyboardInterrupt: Ctrl-C before any recipe was priced. Later, Ctrl-C only ends the search.
     """
     search = _BestFirst(space, pricer, memory_limit, ceiling or Ceiling(), watch, smallest)
     was_interrupted = False
@@ -109,7 +111,10 @@ def search_recipes(
 
 
 class _LayoutSet(NamedTuple):
-    """The recipes with a layout and an activation policy; those with `others` take longer."""
+    """All recipes with a layout and an activation policy.
+
+    `others` are the layout's policies that take longer. Their entries are made when this set is split.
+    """
 
     layout: Layout
     policy: ActivationPolicy
@@ -117,7 +122,7 @@ class _LayoutSet(NamedTuple):
 
 
 class _ShardedSet(NamedTuple):
-    """The recipes with a layout, an activation policy, pipeline ranks and a sharding."""
+    """All recipes with a layout, an activation policy, a number of pipeline ranks and a sharding."""
 
     layout: Layout
     policy: ActivationPolicy
@@ -130,7 +135,11 @@ _Node = _LayoutSet | _ShardedSet | Execution
 
 @dataclass
 class _BestFirst:
-    """One search: its open sets, and the best recipe so far."""
+    """The state of one search.
+
+    `open` is a heap of (lower bound, number, set of recipes), and `best` the best recipe so far with its `objective`
+    and `memory`. `bound` is the lowest bound of the heap.
+    """
 
     space: RecipeSpace
     pricer: RecipePricer
@@ -148,7 +157,10 @@ class _BestFirst:
     nodes: int = 0
 
     def run(self, known: Execution | None) -> bool:
-        """Search until the best recipe is found or time is over; return whether it is found."""
+        """Search until the best recipe is found or the ceiling is reached; return whether the best recipe is found.
+
+        `known` is a recipe to begin with, or None.
+        """
         if known is not None:
             self._price(known)
         for layouts in self.space.layouts():
@@ -166,7 +178,7 @@ class _BestFirst:
         return True
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
-        """The result so far."""
+        """Return the result so far."""
         bound, elapsed_s = min(self.bound, self.objective), time.monotonic() - self.start
         ended = (is_complete, was_interrupted, self.priced, self.nodes, elapsed_s)
         return FoundRecipe(self.best, self.objective, bound, *ended)
@@ -177,7 +189,10 @@ class _BestFirst:
         return self.ceiling.cuts()
 
     def _take_first(self) -> None:
-        """Price the recipe or split the set of the lowest bound, if it may be better than the best recipe."""
+        """Remove the entry with the lowest bound from the heap. Price it if it is one recipe, or else split it.
+
+        Nothing happens if the entry cannot be better than the best recipe.
+        """
         if not self.open or self.open[0][0] >= self.objective:
             return
         bound, _, node = heapq.heappop(self.open)
@@ -189,7 +204,7 @@ class _BestFirst:
             self._price(node)
 
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
-        """Open layouts of rising micro-batch, until a layout is too large."""
+        """Put layouts on the heap, from the smallest micro-batch on, until a layout's workspace does not fit."""
         for layout in layouts:
             first = self._recipe(layout, ActivationPolicy(), next(self.space.pipelines(layout)), Sharding())
             if self.pricer.workspace_bytes(first) > self.memory_limit:
@@ -200,7 +215,7 @@ class _BestFirst:
                     break
 
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
-        """Open a layout with an activation policy if it may fit; return whether it may."""
+        """Put a layout with an activation policy on the heap if it may fit; return whether it may."""
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
         needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
@@ -211,7 +226,7 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Open a layout's other policies, and the first policy with each number of ranks and each sharding."""
+        """Put the layout's other policies on the heap, and this policy with each number of ranks and each sharding."""
         for policy in node.others:
             self._open(node.layout, policy)
         for ranks in self.space.pipelines(node.layout):
@@ -222,7 +237,7 @@ class _BestFirst:
                     self._push(least, _ShardedSet(node.layout, node.policy, ranks, sharding))
 
     def _split_sharded(self, node: _ShardedSet) -> None:
-        """Open the recipes of a set that fit."""
+        """Put each recipe of a set on the heap if it fits."""
         pipes = self.space.pipes(node.layout, node.ranks)
         if not pipes:
             return
@@ -236,18 +251,18 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """A recipe of a set, in some pipeline."""
+        """Return a recipe of a set, for bounds that do not depend on the pipeline's schedule."""
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)
 
     def _push(self, bound: float, node: _Node) -> None:
-        """Open a set if it may have a faster recipe than the best recipe."""
+        """Put a set on the heap if its lower bound is below the best objective."""
         self.nodes += 1
         if bound < self.objective:
             heapq.heappush(self.open, (bound, self.nodes, node))
 
     def _price(self, recipe: Execution) -> None:
-        """Price a recipe, and keep it if it is the best so far."""
+        """Price a recipe, and store it as the best recipe if it is better."""
         memory = self.pricer.memory_bytes(recipe)
         objective = float(memory) if self.smallest else self.pricer.time_s(recipe)
         self.priced += 1

@@ -6,8 +6,8 @@ For variables \(v\) with options \(o\), choose \(x_v\) to
            \quad\text{s.t.}\quad
            m_t + \sum_v M_{tv}[x_v] + \sum_{(u,v)} M_{tuv}[x_u, x_v] \le L \quad\text{for every row } t.
 
-Costs are seconds, an infinite one forbids a pair; memory is in bytes. Without memory rows this is the partitioned
-boolean quadratic problem (Scholz and Eckstein, 2002).
+Costs are in seconds, memory is in bytes. An infinite cost forbids an option or a pair of options. Without memory rows
+this is the partitioned boolean quadratic problem (Scholz and Eckstein, 2002).
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Costs of pairs: `cost[i, j]` for option `i` of variable `tail` and `j` of variable `head` (seconds)."""
+    """Costs of all pairs of options of two variables.
+
+    Args:
+        tail, head: the indices of the two variables.
+        cost: seconds, [options of `tail`, options of `head`].
+    """
 
     tail: int
     head: int
@@ -32,12 +37,12 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes in use at one point of the program.
+    """Bytes in use at one point of the program, as a function of the choice.
 
     Args:
         constant: bytes in use under every choice.
-        variables: variable to bytes per option.
-        edges: index of an edge to bytes per pair.
+        variables: index of a variable to the bytes of each of its options, [options].
+        edges: index of an edge to the bytes of each pair of options, [options of `tail`, options of `head`].
     """
 
     constant: float
@@ -45,7 +50,7 @@ class MemoryRow:
     edges: Mapping[int, Floats]
 
     def bytes_of(self, choice: Sequence[int], edges: Sequence[Edge]) -> float:
-        """Bytes in use under `choice`."""
+        """Return the bytes in use under `choice`, which has the index of an option for each variable."""
         total = self.constant + sum(array[choice[variable]] for variable, array in self.variables.items())
         for index, array in self.edges.items():
             edge = edges[index]
@@ -54,9 +59,9 @@ class MemoryRow:
 
 
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """Return a row that one choice breaks and all other choices hold.
+    """Return a memory row that forbids one choice: `choice` exceeds `limit` in this row, and no other choice does.
 
-    It is for a choice that exceeds the limit by less than a solver can tell.
+    Such a row helps where a choice exceeds the true limit by less than the solver's tolerance.
     """
     flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
     variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
@@ -65,7 +70,14 @@ def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) ->
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One instance of the problem; see the module's docstring. Edges join distinct variables."""
+    """One instance of the problem in the module's docstring.
+
+    Args:
+        costs: the seconds of each variable's options, [options] for each variable.
+        edges: costs of pairs; each edge joins two distinct variables.
+        rows: memory rows, one for each point at which memory may bind.
+        limit: the most bytes that each memory row allows.
+    """
 
     costs: tuple[Floats, ...]
     edges: tuple[Edge, ...]
@@ -73,7 +85,7 @@ class Assignment:
     limit: float = np.inf
 
     def cost_of(self, choice: Sequence[int]) -> float:
-        """The objective under `choice`, seconds."""
+        """Return the objective under `choice`, in seconds."""
         total = sum(float(cost[option]) for cost, option in zip(self.costs, choice, strict=True))
         return total + sum(float(edge.cost[choice[edge.tail], choice[edge.head]]) for edge in self.edges)
 
@@ -84,7 +96,13 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice of one option per variable, its cost, and a proven lower bound of the cost of all choices (seconds)."""
+    """A choice for an `Assignment`.
+
+    Args:
+        choice: the index of the chosen option of each variable.
+        cost: the choice's cost, in seconds.
+        lower_bound: proven lower bound of the cost of every choice that fits, in seconds.
+    """
 
     choice: tuple[int, ...]
     cost: float

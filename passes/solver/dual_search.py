@@ -1,20 +1,20 @@
-r"""Searches large assignments: near-optimal choices with a proven bound, in time linear in their size.
+r"""Search a large assignment for a near-optimal choice with a proven bound, in time linear in the assignment's size.
 
-The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
+The Lagrangian of the memory rows :math:`m_t(x) \le L`, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
 
 .. math::  L(\lambda) = \min_x \sum_v c_v[x_v] + \sum_{uv} C_{uv}[x_u, x_v] + \sum_t \lambda_t (m_t(x) - L) ,
 
-whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds this value from below and
-rounds
-to choices by sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", 2006). Variables are in program order, so the long chains of a program are solved exactly.
+whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds this value from below, and
+rounds its messages to choices. It uses sequential tree-reweighted message passing (Kolmogorov, "Convergent
+Tree-Reweighted Message Passing for Energy Minimization", 2006). Variables are in program order, so the long chains of
+a program are solved exactly.
 
 1. Pass messages. Round them to a choice. Improve the choice one variable at a time. Keep the cheapest choice that fits.
 2. Every seen choice is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. Find the multipliers that
    are best under all cuts (Kelley, "The Cutting-Plane Method", 1960). They may exceed the best multipliers so far only
-   by a margin (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). Average both
-   (Wentges, 1997) and continue with the average. A program point gets a multiplier when its bytes first are a peak over
-   the limit.
+   by a margin (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). Continue with
+   the average of the new and the best multipliers (Wentges, 1997). A program point gets a multiplier when it first is
+   the peak of a choice that exceeds the limit.
 3. Stop when the gap between bound and choice is within the tolerance or no longer shrinks. Stop also when no choice has
    fit for long, after `max_rounds`, or when the caller stops the search.
 4. If memory binds, raise the multipliers until the rounded choice fits. A search that already has a choice may skip
@@ -40,14 +40,15 @@ from passes.solver.search_control import SearchControl
 
 @dataclass(frozen=True, slots=True)
 class DualSearch:
-    """The search of the module's docstring.
+    """The search in the module's docstring, with its options.
 
     Args:
-        tolerance: relative gap at which the search ends.
-        max_rounds: rounds of message passing at most.
-        presses: raise the multipliers of memory even if a choice fits.
-        merges_above: relative gap above which the choices seen are combined, see `merge_choices`.
-        control: is told the state of the search, and may stop it after any round, repair or change.
+        tolerance: relative gap between choice and bound at which the search ends.
+        max_rounds: the most rounds of message passing.
+        presses: whether to raise the multipliers (step 4) even if a choice already fits.
+        merges_above: relative gap above which step 6 combines the seen choices (`merge_choices`).
+        control: receives the best cost and the bound after each round. It may stop the search after any round, repair
+            or change of a variable.
     """
 
     tolerance: float = 1e-3
@@ -64,12 +65,12 @@ class DualSearch:
         start: Sequence[Sequence[int]] = (),
         frugal: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
-        """Return the cheapest choice found that fits, with a proven bound; None if no choice was found.
+        """Return the cheapest found choice that fits, with a proven bound; None if no found choice fits.
 
         Args:
-            problem: the assignment; its rows are ignored, its limit holds.
-            usage: bytes in use at every point.
-            row_at: the memory row of a point.
+            problem: the assignment. Its memory limit holds, but its memory rows are ignored.
+            usage: returns the bytes in use at each program point under a choice, [points].
+            row_at: returns the memory row of a program point.
             start: choices to begin with, e.g. of known recipes.
             frugal: called if no choice fits; returns a choice of a small peak, or ().
         """
@@ -90,7 +91,10 @@ class DualSearch:
         return state.solution()
 
     def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None) -> None:
-        """Find any choice that fits; it bounds the price of a byte, so more rounds follow."""
+        """Look for any choice that fits: combine the seen choices, then ask `frugal`. If one fits, run more rounds.
+
+        A choice that fits bounds the multipliers, the price of a byte, so further rounds come closer to the optimum.
+        """
         if self.merges_above < math.inf:
             merge(state, self.merges_above)
         choice = frugal() if state.best is None and frugal is not None else ()

@@ -1,4 +1,4 @@
-"""The state of `dual_search`: best choice, bound and multipliers, and the steps that improve them."""
+"""The state of `dual_search`: its best choice, bound and multipliers, and the steps that improve them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,39 @@ from passes.solver.quiet_highs import QuietHighs
 from passes.solver.search_control import SearchControl
 
 Usage = Callable[[Sequence[int]], np.ndarray]
-"""Bytes in use at every program point under a choice, [points]."""
+"""A function that takes a choice and returns the bytes in use at every program point, [points]."""
 
 
 _REPAIRS = 3
-"""Number of choices that are repaired."""
+"""The most seen choices that `DualState.repair` tries to repair."""
 
 _PRESSES = 8
-"""Times that the multipliers are raised to find choices that fit."""
+"""The most factors that `DualState.press` tries in its search for higher multipliers."""
 
 _REACH = 0.03
-"""Initial distance of new multipliers above the best, in the unit of `_best_multipliers`. It adapts by `_FURTHER`."""
+"""The initial `DualState.reach`, in the unit of `_best_multipliers`."""
 
 _PASSES = 4
-"""Message passes between two moves of the multipliers."""
+"""Message passes (each forward and back) between two updates of the multipliers."""
 
 
 @dataclass(slots=True)
 class DualState:
-    """Best choice, bound and multipliers of a search."""
+    """The state of one search.
+
+    Args:
+        problem, usage, row_at, control: see `DualSearch`.
+        messages: the messages between variables.
+        rows: memory rows of the program points that have a multiplier, by point.
+        multipliers: the current multipliers in seconds per byte, by program point.
+        best_multipliers: the multipliers that gave `bound`.
+        cuts: cost in seconds, bytes at each program point, and options of each seen choice.
+        best, best_cost: the cheapest seen choice that fits, and its cost in seconds.
+        bound: proven lower bound of the optimum, in seconds.
+        distances: `best_cost / bound - 1` after each round.
+        reach: how far a new multiplier may lie above its best value, in the unit of `_best_multipliers`.
+        is_far: whether the last update of the multipliers took any of them to this limit.
+    """
 
     problem: Assignment
     usage: Usage
@@ -55,7 +69,7 @@ class DualState:
         self.messages = Messages(self.problem)
 
     def run(self, tolerance: float, rounds: int) -> None:
-        """Run rounds as long as they close the gap."""
+        """Run up to `rounds` rounds. Stop when the gap is within `tolerance`, or when rounds no longer help."""
         for _ in range(rounds):
             self.round()
             self.control.note(self.best_cost, self.bound)
@@ -67,7 +81,7 @@ class DualState:
         return self.rows[point] if point in self.rows else self.row_at(point)
 
     def round(self) -> None:
-        """Pass messages, round them to a choice and, if memory binds, move the multipliers."""
+        """Pass messages, round them to a choice and, if there is a memory limit, update the multipliers."""
         raw, choice = self.messages.iterate(_PASSES)
         bound = raw - self._offset()
         self.offer(choice)
@@ -80,7 +94,10 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Adapt the reach after a round whose multipliers went as far as they might."""
+        """Widen the reach after a better bound, and narrow it after a worse bound.
+
+        The reach stays as it is if no multiplier came up to its limit in the last update.
+        """
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
@@ -98,11 +115,17 @@ class DualState:
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """The constant that the limits and their multipliers take from the bound."""
+        """Return the part of the Lagrangian that no option changes, in seconds, with its sign reversed.
+
+        Messages do not know this constant: the sum over points of multiplier * (limit - constant bytes).
+        """
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Record a choice as a cut, and as the best choice if it fits and is cheaper."""
+        """Record a choice as a cut, and as the best choice if it fits and is cheaper.
+
+        If the choice exceeds the memory limit, the point of its peak gets a multiplier.
+        """
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
             return
@@ -126,11 +149,15 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Set the current multipliers in the messages."""
+        """Pass the current multipliers to the messages, as prices of memory."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def press(self) -> None:
-        """Find by bisection how many times higher multipliers have to be for the rounded choice to fit."""
+        """Offer the choices that messages round to under higher multipliers.
+
+        A bisection looks for the smallest factor on all best multipliers with which the rounded choice fits. Afterwards
+        the best multipliers are in force again.
+        """
         if not any(self.best_multipliers.values()):
             return
         too_few, enough, times = 1.0, math.inf, 2.0
@@ -152,7 +179,10 @@ class DualState:
         self.weigh()
 
     def repair(self) -> None:
-        """Make some choices fit that nearly fit and cost less than the best choice; fitting raises their cost."""
+        """Take the seen choices that exceed the memory limit and cost less than the best; change them until they fit.
+
+        Only the `_REPAIRS` choices of the least Lagrangian are changed. Each repaired choice is offered.
+        """
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
             fitting = self._fitting(choice)
@@ -163,7 +193,10 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _fitting(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the choice after the cheapest changes that make it fit; None if no changes do, or time is up."""
+        """Change one variable of a choice after another until the choice fits; each change saves bytes at the peak.
+
+        Return None if no change saves bytes any more, or if the search is over.
+        """
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -181,7 +214,10 @@ class DualState:
         return choice
 
     def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return changes of one variable that save memory in a row, the cheapest per byte first."""
+        """Return pairs (variable, option) that save bytes in a memory row, the least cost per saved byte first.
+
+        Each variable has at most one pair. Saved bytes beyond `wanted` have no value.
+        """
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
             saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
@@ -194,7 +230,7 @@ class DualState:
         return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self) -> None:
-        """Change one variable of the best choice at a time, while that is cheaper and fits."""
+        """Change one variable of the best choice at a time, as long as a change costs less and still fits."""
         changed = self.best is not None and bool(self.rows)
         while changed and not self.control.is_over():
             changed = False
@@ -215,7 +251,7 @@ class DualState:
         return False
 
     def gap(self) -> float:
-        """Distance of the best choice to the bound, relative to the choice's cost."""
+        """Return (best cost - bound) / best cost; infinity if no choice fits yet."""
         if not np.isfinite(self.best_cost):
             return np.inf
         return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0
@@ -233,25 +269,34 @@ _HOPEFUL = 24
 """Number of rounds within which a choice that fits has to be found."""
 
 _FURTHER = 3.0
-"""Factor by which the reach grows after a better bound, and shrinks after a worse bound. Until some choice fits, cuts
-do not limit the multipliers. Messages under far too large multipliers round to bad choices.
+"""Factor by which the reach grows after a better bound, and shrinks after a worse bound.
+
+The reach is needed because cuts do not limit the multipliers until some choice fits. Messages under far too large
+multipliers round to bad choices.
 """
 
 _NEAREST = 1.0
-"""Fraction of the largest multiplier by which each multiplier may exceed its best, whatever the reach."""
+"""Each multiplier may exceed its best value by this fraction of the largest best multiplier, even if the reach is less.
+"""
 
 _POINTS_WEIGHED = 16
-"""Number of program points that may get a multiplier. A training step of 139 nodes needs 3. The bound is true with
-fewer, and choices over the limit at other points are repaired or dropped.
+"""The most program points that get a multiplier. A training step of 139 nodes needs 3.
+
+The bound is true with any number of points. Choices that exceed the limit at other points are repaired or dropped.
 """
 
 
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
-    """Return the multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value].
+    """Return the multipliers that maximise the smallest cut, and whether any multiplier reached its upper limit.
 
-    Multipliers are scaled by the dearest choice's cost over the most bytes by which a choice misses the limit. In this
-    unit, each may exceed `previous` by `reach`, or by `_NEAREST` of the largest. Return also whether any multiplier
-    reached this bound.
+    This is a linear program. It scales multipliers by a unit: the highest cost over the most bytes by which a choice
+    misses the memory limit. Each multiplier may exceed `previous` by `reach` units, or by `_NEAREST` of the largest.
+
+    Args:
+        costs: seconds of each seen choice, [cuts].
+        slack: bytes of each seen choice above the memory limit, negative if below, [cuts, points].
+        previous: the best multipliers so far, seconds per byte, [points].
+        reach: the increase that each multiplier may always make, in units.
     """
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
     count, before = slack.shape[1], previous * unit_bytes / unit_cost

@@ -27,23 +27,25 @@ from passes.solver.dual_state import DualState
 from passes.solver.solve_milp import Effort, solve_milp
 
 _COLUMNS = 1e5
-"""Columns of all nodes of the solver's tree together. A Llama of 13 billion with repeated blocks left out gets some 80
-nodes in 0.3 s, a GPT-2 of two layers 20 nodes. For this GPT-2, 100 nodes took up to 20 s and made steps at most 0.9 %
-cheaper. Its limits were 0.2 to 0.7 of its memory (2026-11-28).
+"""The most work of one solve: columns of the mixed-integer program, times nodes of the branch-and-bound tree.
+
+With this number, a Llama of 13 billion parameters with repeated blocks left out gets some 80 nodes, in 0.3 s. A GPT-2
+of two layers gets 20 nodes. For this GPT-2, 100 nodes took up to 20 s and made steps at most 0.9 % cheaper. Its memory
+limits were 0.2 to 0.7 of its memory (2026-11-28).
 """
 
 _SOLVED = 40
-"""Number of problems that are solved, each with more rows than the one before it."""
+"""The most mixed-integer programs that one merge solves. Each has more memory rows than the program before it."""
 
 _ROUNDING = 1e-9
-"""Relative error of the solver's costs. A smaller difference counts as none."""
+"""Relative error of the solver's costs. Costs that differ by less count as equal."""
 
 
 def merge(state: DualState, tolerance: float) -> None:
-    """Improve or find the best choice of a state, by combining the choices that the state has seen.
+    """Combine the choices that a search has seen into a cheaper choice that fits, and offer this choice to the search.
 
     Args:
-        state: after rounds of message passing.
+        state: the state of a search after rounds of message passing. Its best choice may be replaced, or be None.
         tolerance: relative gap at which the search ends.
     """
     if not state.cuts:
@@ -72,7 +74,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Return, for each variable, a mask of the options of all seen choices."""
+    """Return, for each variable, a mask of its options that any seen choice has, [options]."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):
@@ -81,11 +83,14 @@ def _seen(state: DualState) -> list[np.ndarray]:
 
 
 _MOST_PEAKS = 4
-"""Number of points whose rows are added at once."""
+"""The most program points whose memory rows are added after one solve."""
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """Return the points of the highest peaks over a limit, one for each run of points over the limit."""
+    """Return the program points of the highest peaks above `limit`, at most `_MOST_PEAKS`, the highest first.
+
+    Consecutive points above the limit have one peak.
+    """
     over = np.flatnonzero(used > limit)
     if not len(over):
         return []

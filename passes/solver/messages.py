@@ -1,8 +1,8 @@
 """Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
-Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
-Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound
-after a pass never falls while the costs stay the same.
+The method is sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The
+bound after a pass never falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 
 class Messages:
-    """Message passing on one pairwise problem; the weights of its memory rows may change between rounds.
+    """Messages of one pairwise problem. The weights of its memory rows may change between two rounds.
 
-    Forbidden options are left out. Choices name options of the whole problem; costs, tables and messages have an entry
-    for each allowed option.
+    Options of infinite cost are left out: costs, tables and messages have entries only for the other, allowed options.
+    Choices in arguments and results number the options as the problem does.
     """
 
     def __init__(self, problem: Assignment) -> None:
@@ -45,9 +45,12 @@ class Messages:
         self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Add a weight, seconds per byte, of each memory row to the costs; the messages stay.
+        """Set the costs to the problem's costs plus weight times bytes, for all memory rows. Messages stay unchanged.
 
-        Forbidden pairs cost more by the most that bytes can save, so they stay dearer than allowed pairs.
+        Forbidden pairs also get the largest difference that bytes can make, so they stay dearer than allowed pairs.
+
+        Args:
+            rows: program point to its memory row and weight, in seconds per byte. Other rows have no weight.
         """
         weighed = [(self._left_of(row), weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
@@ -64,7 +67,7 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * sizes
 
     def _left_of(self, row: MemoryRow) -> _LeftOfRow:
-        """Return a memory row of the allowed options; each row is made once."""
+        """Return a memory row without the options that are left out. Rows are cached."""
         if id(row) not in self._rows:
             variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
             edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
@@ -73,13 +76,16 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Return the costs of an edge's allowed options, with the earlier variable's options as rows."""
+        """Return `costs` of an edge without the options that are left out. The earlier variable's options are rows."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Pass messages back and forth; return the best bound, and the choice that the last pass rounds to."""
+        """Pass messages forward and back `times` times.
+
+        Return the best lower bound of these passes, and a choice rounded from the messages before the last pass.
+        """
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._whole(self._round()) if not left else ()
@@ -88,7 +94,7 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """Return the costs of each edge (`_table`); edges that share a table and its options share it here."""
+        """Return the table of each edge, with a finite cap in place of infinite costs. Equal edges share one array."""
         made: dict[tuple[int, ...], Floats] = {}
 
         def capped(edge: Edge) -> Floats:
@@ -100,15 +106,18 @@ class Messages:
         return [capped(edge) for edge in self._problem.edges]
 
     def _whole(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Turn a choice of allowed options into a choice of the whole problem."""
+        """Turn indices among the allowed options into the problem's own numbers of options."""
         return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
 
     def _left(self, variable: int, option: int) -> int:
-        """Return the place of an option among the allowed options."""
+        """Return the index of one of the problem's options among the allowed options of its variable."""
         return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """Choose variable by variable, given earlier choices and the messages from later variables."""
+        """Return a choice made in program order.
+
+        Each variable takes the option of least cost, given earlier variables' options and messages from later ones.
+        """
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -143,7 +152,7 @@ class Messages:
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
             share = self._share[variable]
-            # # shares move on with the messages, even parts equal for all options; the rest stays in the bound
+            # one share of the belief moves on with the message to each earlier variable; the rest stays in the bound
             if len(earlier) * share < 1:
                 bound += (1 - len(earlier) * share) * float(_least(belief))
             shared = share * belief
@@ -153,7 +162,10 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable at a time as long as the weighed cost falls (iterated conditional modes)."""
+        """Change one variable of a choice at a time, as long as the cost with weighed bytes falls; return the result.
+
+        This method is known as iterated conditional modes.
+        """
         current = [self._left(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
@@ -170,7 +182,10 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """Return the unweighed cost of each option of `variable`; the other variables stay as in `choice`."""
+        """Return the seconds of each option of `variable`, [options]; the other variables stay as in `choice`.
+
+        Weighed bytes are not included.
+        """
         left = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:
@@ -191,12 +206,15 @@ class Messages:
 
 
 _FURTHER = 4.0
-"""Factor by which forbidden pairs are raised further than needed, so that they are seldom raised a second time."""
+"""Forbidden pairs are raised by this multiple of the needed increase, so that they seldom need a second increase."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Barred:
-    """Costs and tables in which forbidden pairs cost `raised_by` more; shared tables stay shared."""
+    """Costs of options and tables of pairs, in which all forbidden entries cost `raised_by` more than the cap.
+
+    Two variables or edges that shared one array before share one array here.
+    """
 
     raised_by: float
     costs: Sequence[Floats]
@@ -204,7 +222,7 @@ class _Barred:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _Barred:
-        """Raise each cost of `cap` by `most`."""
+        """Raise each forbidden entry, recognised by its cost of `cap` or more, by `most`."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
             if id(table) not in known:
@@ -214,28 +232,34 @@ class _Barred:
 
 
 _least = np.minimum.reduce
-"""The least element along an axis or of a vector, as `ndarray.min`, but faster."""
+"""Return the least element along an axis, as `ndarray.min` does, but faster."""
 
 
 class _Vectors:
-    """Messages along edges, stored behind each other in one array."""
+    """The messages of all edges, one vector for each edge, stored one after another in one array."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._all = np.zeros(int(self._lengths.sum()))
         self.each = np.split(self._all, self._starts[1:])
-        """Return views of the array; writing into a view writes into the array."""
+        """Views into the array, one for each edge; writing into a view writes into the array."""
 
     def from_zero(self) -> None:
-        """Subtract its least element from each message. Messages stay small; no bound and no choice changes."""
+        """Subtract from each message its least element. Messages stay small, and bounds and choices stay the same."""
         if len(self._all):
             self._all -= np.repeat(np.minimum.reduceat(self._all, self._starts), self._lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class _LeftOfRow:
-    """A memory row of the allowed options: bytes by variable and by edge, and their largest difference."""
+    """A memory row without the options that are left out.
+
+    Args:
+        row: the row with all options.
+        variables, edges: bytes as in `MemoryRow`; an edge's array is laid out as its table.
+        spread: the most bytes by which two choices can differ in this row.
+    """
 
     row: MemoryRow
     variables: Mapping[int, Floats]
@@ -244,7 +268,10 @@ class _LeftOfRow:
 
 
 def _allowed(problem: Assignment) -> list[np.ndarray]:
-    """Return the allowed options of each variable, or all if none is allowed; equal arrays are one object."""
+    """Return the indices of each variable's options of finite cost, or of all options if no cost is finite.
+
+    Variables with equal indices share one array.
+    """
     made: dict[tuple[int, bytes], np.ndarray] = {}
 
     def allowed(cost: Floats) -> np.ndarray:
@@ -256,7 +283,7 @@ def _allowed(problem: Assignment) -> list[np.ndarray]:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """Return a finite cost in place of infinity, above the cost of every allowed choice."""
+    """Return a finite cost, above the cost of every allowed choice, that replaces infinity."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

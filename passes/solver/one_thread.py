@@ -1,7 +1,7 @@
 """Run NumPy's linear algebra on one thread.
 
-A search's matrices are small, and threads that share cores wait for each other. The recipes of the 405B Llama took 2.5
-CPU seconds on one thread, and 9 to 36 on two threads of two busy cores.
+A search's matrices are small, and threads that share cores wait for each other. The search over recipes for Llama 405B
+took 2.5 CPU seconds on one thread. It took 9 to 36 CPU seconds on two threads of two busy cores.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Use one thread while this is open, or while the decorated function runs; restore the number of threads after
-    it.
+    """Limit BLAS to one thread within this context, or while the decorated function runs.
+
+    Afterwards BLAS has its former number of threads.
     """
     with _libraries().limit(limits=1, user_api="blas"):
         yield
@@ -25,5 +26,5 @@ def one_blas_thread() -> Iterator[None]:
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """The libraries of the process that use threads."""
+    """Return a controller of the thread pools in this process. It is cached, because finding them is slow."""
     return ThreadpoolController()

@@ -1,14 +1,15 @@
-"""Makes an assignment smaller without losing its optimum.
+"""Make an assignment smaller without losing its optimum.
 
 Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
 nothing changes:
 
-1. *Dominated options.* Option `i` of a variable goes if option `j` costs no more, by itself and against every option of
-   every neighbour. It also needs no more memory in any row. An option also goes if it is forbidden, by itself or
-   against every option of a neighbour, while another option is allowed.
+1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more, and needs no more memory in
+   any row. Both must hold by itself and against every option of every neighbour. An option also goes if it is
+   forbidden, by itself or against every option of a neighbour, while another option is allowed.
 2. *Elimination.* A variable goes if no memory row mentions it and it has at most two neighbours. For each pair of
-   options of the neighbours, its best option is known. Its cost moves onto the edge between them. With one neighbour,
-   the cost moves onto the neighbour's own cost; with none, into a constant. `expand` restores eliminated variables.
+   options of two neighbours, the variable's best option is known. Its cost moves onto the edge between the neighbours.
+   With one neighbour, the cost moves onto the neighbour's own cost; with none, into a constant. `Reduced.expand`
+   restores eliminated variables.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ import numpy as np
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 _MAX_TABLE = 40_000_000
-"""The largest table (options of a variable times those of its two neighbours) that elimination builds."""
+"""The most entries of a table that elimination builds: options of the variable times options of both neighbours."""
 
 _Decide = Callable[[list[int]], int]
+"""A function that takes the options of all variables decided so far, and returns the option of one more variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A smaller assignment with the same optimum, less `constant`, and the way back.
+    """A smaller assignment. Its optimum plus `constant` is the optimum of the original assignment.
 
     Args:
         problem: the smaller assignment; may have no variable.
-        constant: cost of the eliminated variables, seconds.
+        constant: seconds that elimination took out of the costs.
     """
 
     problem: Assignment
@@ -42,7 +44,7 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return the choice for the whole assignment that belongs to `choice` for the reduced assignment."""
+        """Turn a choice for the smaller assignment into the best matching choice for the original assignment."""
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
             full[variable] = int(self._options[variable][option])
@@ -52,7 +54,7 @@ class Reduced:
 
 
 def reduce_assignment(problem: Assignment) -> Reduced:
-    """Apply both reductions until neither changes anything."""
+    """Apply both reductions of the module's docstring until neither changes anything."""
     state = _State.of(problem)
     queue = set(range(len(problem.costs)))
     while queue:
@@ -70,7 +72,11 @@ def reduce_assignment(problem: Assignment) -> Reduced:
 
 @dataclass(slots=True)
 class _State:
-    """Costs, tables and memory of the remaining variables, changed in place."""
+    """Costs, tables of pairs and memory rows of the variables that remain; reductions change them in place.
+
+    `options` has the original indices of each variable's remaining options. Variables in memory rows are `pinned`, and
+    eliminated variables are `gone`.
+    """
 
     costs: list[Floats]
     tables: dict[tuple[int, int], Floats]
@@ -108,7 +114,7 @@ class _State:
         )
 
     def table(self, first: int, second: int) -> Floats:
-        """Return the costs of pairs, options of `first` as rows."""
+        """Return the costs of pairs of options of two variables, [options of `first`, options of `second`]."""
         return self.tables[first, second] if first < second else self.tables[second, first].T
 
     def add_table(self, first: int, second: int, table: Floats) -> None:
@@ -157,7 +163,7 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Remove `variable` if the rules allow it; return whether it was removed."""
+        """Eliminate `variable` if it is in no memory row and has few neighbours; return whether it was eliminated."""
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False
@@ -200,7 +206,11 @@ class _State:
         )
 
     def _record(self, variable: int, position: _Decide) -> None:
-        """Record how to decide `variable`; `full` holds original options, and so does the decision."""
+        """Record how `Reduced.expand` decides an eliminated variable.
+
+        `position` takes the original options of all decided variables. It returns an index among the remaining options
+        of `variable`, which is turned into an original option.
+        """
         options = self.options[variable]
         self.eliminated.append((variable, lambda full: int(options[position(full)])))
 
@@ -239,8 +249,9 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """Return the indices of the undominated rows. A row is dominated if another row is nowhere above it; of equal rows
-    the first stays.
+    """Return the sorted indices of the undominated rows of `profile`, [options, costs and bytes].
+
+    A row is dominated if another row is nowhere larger. The first of several equal rows stays.
     """
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))

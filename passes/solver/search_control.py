@@ -25,9 +25,9 @@ class Progress:
     """The state of a search.
 
     Args:
-        problem: the problem that is searched: a known recipe, or all plans.
-        best: the cheapest choice so far that fits, seconds; infinite if there is none yet.
-        lower_bound: proven: no choice of the problem is cheaper, seconds.
+        problem: name of the problem that is searched: a known recipe, or `ALL_PLANS`.
+        best: cost of the cheapest choice so far that fits, in seconds; infinite if there is none yet.
+        lower_bound: proven lower bound of the cost of every choice of the problem, in seconds.
     """
 
     problem: str
@@ -37,11 +37,11 @@ class Progress:
 
 @dataclass(slots=True)
 class Ceiling:
-    """The most time that all searches for a plan may take together.
+    """The time at which all searches for a plan have to end.
 
     Args:
-        until: a time of `time.monotonic`.
-        has_cut: the ceiling ended a search that would have gone on.
+        until: the end, on the clock of `time.monotonic`.
+        has_cut: whether the ceiling has ended a search that would have gone on.
     """
 
     until: float = math.inf
@@ -49,7 +49,7 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return the ceiling of searches that begin now."""
+        """Return the ceiling of searches that begin now and may take `seconds` together."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
@@ -75,11 +75,11 @@ class SearchControl:
     """The control of all searches for one plan.
 
     Args:
-        show: is told from time to time how the search stands.
-        is_stopped: searches end as soon as they have a choice to give; set from outside.
-        problem: the problem that is searched now.
-        is_building: a problem is being built, see `building`.
-        ceiling: shared with other searches for the same plan.
+        show: called from time to time with the state of the search.
+        is_stopped: whether searches have to end as soon as they have a choice to give. `stop` sets it.
+        problem: name of the problem that is searched now, as in `Progress`.
+        is_building: whether a problem is being built (`building`).
+        ceiling: the time limit, shared with other searches for the same plan.
     """
 
     show: Callable[[Progress], None] | None = None
@@ -94,7 +94,7 @@ class SearchControl:
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
-        """Whether the search has to end, see `Ceiling.cuts`."""
+        """Whether the search has to end, because it was stopped or because its time is up (`Ceiling.cuts`)."""
         return self.is_stopped or self.ceiling.cuts()
 
     def stop(self) -> None:
@@ -124,7 +124,10 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Show nothing within this context: the bound of a part of a problem does not bound the whole."""
+        """Do not call `show` within this context, in which a part of a problem is searched.
+
+        The bound of a part does not bound the whole problem.
+        """
         show, self.show = self.show, None
         try:
             yield
@@ -132,6 +135,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Show the state of the search."""
+        """Report the state of the search to `show`: the best cost and the proven lower bound, both in seconds."""
         if self.show is not None:
             self.show(Progress(self.problem, best, max(0.0, lower_bound)))

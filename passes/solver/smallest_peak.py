@@ -1,8 +1,9 @@
 """Find a choice of small peak memory in a large assignment, to decide whether any choice fits.
 
-The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points.
-In each round, the choice minimises the weighed memory by message passing. Points with many bytes gain weight
-(multiplicative weights; Arora, Hazan and Kale, 2012). The choice of the smallest peak seen is kept.
+The peak is the maximum of the bytes in use over all program points. Minimising it is a game of two players, the choice
+and a distribution of weights over points. In each round, message passing finds a choice of small weighed memory.
+Then points with many bytes gain weight (multiplicative weights; Arora, Hazan and Kale, 2012). The choice with the
+smallest peak so far is kept.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from passes.solver.search_control import SearchControl
 
 _ROUNDS = 24
 _PASSES = 3
-"""Message passes between two moves of the weights."""
+"""Message passes (each forward and back) between two updates of the weights."""
 
 _RATE = 4.0
 _FORBIDDEN = 10.0
-"""Price of a forbidden option, as a multiple of the peak of some choice. Costs here are bytes."""
+"""Cost of a forbidden option, as a multiple of the peak of the first choice. Costs are bytes in this search."""
 
 
 def choice_of_smallest_peak(
@@ -34,12 +35,13 @@ def choice_of_smallest_peak(
     *,
     control: SearchControl | None = None,
 ) -> tuple[int, ...]:
-    """Return the choice of the smallest peak found.
+    """Return the choice with the smallest peak that the search finds; () if it finds no allowed choice.
 
     Args:
-        problem, usage, row_at: see `DualSearch`.
-        enough: a peak, in bytes, at which the search ends.
-        hopeless: bytes. () is returned once every peak is proven to be above this.
+        problem, usage, row_at: see `DualSearch.__call__`.
+        enough: the search ends at a choice whose peak is at most this number of bytes.
+        hopeless: the search ends, and returns (), once the peaks of all choices are proven to exceed this number of
+            bytes.
         control: may stop the search.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
@@ -70,7 +72,7 @@ def choice_of_smallest_peak(
 
 
 def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
-    """Return the problem with a cost of zero for allowed options and pairs, and of `forbidden` for the rest."""
+    """Return the problem without memory rows; allowed options and pairs cost zero, forbidden ones cost `forbidden`."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(costs), 0.0, forbidden)

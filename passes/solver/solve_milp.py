@@ -1,8 +1,9 @@
-r"""Solves an assignment as a mixed-integer program with HiGHS.
+r"""Solve an assignment exactly, as a mixed-integer program, with HiGHS.
 
-Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
-pair of groups `(r, c)` of edge `(u, v)` is in force. Options that have equal costs and bytes against all options of the
-other side form one group. So an edge has far fewer `f` than pairs of options.
+The program (`_Model`) has two kinds of variables. :math:`x_{vo} \in \{0, 1\}` is one if option `o` of variable `v` is
+chosen. :math:`f_{uv,rc} \ge 0` is one if the chosen options of edge `(u, v)` are in groups `r` and `c`. Options with
+equal costs and bytes against all options of the edge's other variable form one group. So an edge has far fewer `f` than
+pairs of options.
 
 .. math::
     \min \sum_{v,o} c_{vo} x_{vo} + \sum_{uv,rc} C_{uv,rc} f_{uv,rc}
@@ -35,16 +36,18 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of the search of a program: the relative gap at which it ends, and the most columns of all nodes together.
+    """Limits of the solver's branch-and-bound search.
 
-    Each node has all columns of the program, so a larger program gets fewer nodes.
+    Args:
+        relative_gap: the relative gap between choice and bound at which the search ends.
+        most_columns: the most columns of the program times nodes of the tree. A larger program gets fewer nodes.
     """
 
     relative_gap: float
     most_columns: float
 
     def most_nodes(self, columns: int) -> int:
-        """The most nodes of the tree of a program with this many columns."""
+        """Return the most nodes that the tree of a program with this many columns may have."""
         return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / columns)))
 
 
@@ -58,12 +61,12 @@ def solve_milp(
     below: float = math.inf,
     effort: Effort = WHATEVER_IT_TAKES,
 ) -> Solution | None:
-    """Return a cheapest choice that fits, or None if no choice does.
+    """Return a cheapest choice that fits, or None if no choice that costs less than `below` fits.
 
     Args:
         problem: the assignment.
-        control: is told the bound. If it stops the solver, the best choice so far is returned, with the bound proven by
-            then.
+        control: receives the bound while the solver runs. If the control stops the solver, the best choice so far is
+            returned, with the bound proven by then.
         below: seconds; a choice that costs this much or more is not returned.
         effort: limits of the search.
 
@@ -91,11 +94,14 @@ def solve_milp(
 
 
 _GoesOn = Callable[[float], bool]
-"""Takes the proven bound, seconds; returns whether the solver goes on."""
+"""A function that takes the proven lower bound, in seconds, and returns whether the solver goes on."""
 
 
 def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
-    """Return a callback that shows the bound alone: the solver's choice may break rows that are not known yet."""
+    """Return a function that reports the solver's bound plus `constant` to `control`; None without control.
+
+    The solver's choice is not reported, because it may break memory rows that are not known yet.
+    """
     if control is None:
         return None
 
@@ -186,8 +192,12 @@ class _Model:
         return flow
 
     def _couple(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
-        """Make the flows of each group, a row of `flows`, sum to its options; the variable's columns begin at
-        `first`.
+        """Add a row for each group of a variable's options: the group's pairs sum to the group's options.
+
+        Args:
+            flows: columns of the pairs of groups, [groups, groups of the other variable].
+            first: the column of the variable's first option.
+            groups: the group of each option, [options].
         """
         members: list[list[int]] = [[] for _ in flows]
         for option, group in enumerate(groups.tolist(), first):
@@ -214,7 +224,11 @@ class _Model:
         below: float = math.inf,
         effort: Effort = WHATEVER_IT_TAKES,
     ) -> bool:
-        """Solve; return whether a choice was found that costs less than `below`."""
+        """Solve the program; return whether it has a choice that costs less than `below` seconds.
+
+        Raises:
+            TimeoutError: the solver ended early, without such a choice.
+        """
         highs = self._highs
         for option, value in _options(effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
@@ -238,10 +252,10 @@ class _Model:
         return True
 
     def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
-        """Look at the bound between two steps of the solver, in the main thread's Python, so that Ctrl-C is seen.
+        """Pass the solver's bound to `goes_on`, and interrupt the solver if the answer is False.
 
-        An exception must not pass through the solver's code, so it is stored here, and `run` raises it after the
-        solver.
+        HiGHS calls this between two steps, in the main thread, so Python notices Ctrl-C. An exception must not pass
+        through the solver's code. It is stored, and `run` raises it after the solver has ended.
         """
         try:
             is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
@@ -267,19 +281,24 @@ class _Model:
         return program
 
     def choice(self) -> tuple[int, ...]:
-        """The chosen option of each variable."""
+        """Return the chosen option of each variable."""
         solution = np.array(self._highs.getSolution().col_value)
         sizes = [len(cost) for cost in self._problem.costs]
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
 
     def bound(self) -> float:
-        """The proven lower bound of the objective, seconds."""
+        """Return the proven lower bound of the objective, in seconds."""
         return float(self._highs.getInfo().mip_dual_bound) / self._scale
 
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The columns of pairs of one edge, `columns[r, c]`, and one option of each group."""
+    """The columns of one edge.
+
+    Args:
+        columns: the column of each pair of groups, [groups of the tail, groups of the head].
+        tail_of, head_of: the index of one option of each group of the edge's tail and head.
+    """
 
     columns: np.ndarray
     tail_of: np.ndarray
@@ -295,10 +314,11 @@ _WITHOUT_DETOURS = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
-"""Parts of HiGHS that cost more time than they save (HiGHS 1.15). If memory binds, trees are small. There restarts
-and heuristics took three quarters of the time: nine problems took 20.9 s with them, 5.1 s without. Guesses before
-the first relaxation and symmetry detection: ten problems without memory rows took 0.85 to 1.01 s with both, 0.49 s
-with neither.
+"""Options that turn off the parts of HiGHS that cost more time than they save (HiGHS 1.15).
+
+If memory binds, trees are small, and restarts and heuristics took three quarters of the time. Nine such problems took
+20.9 s with restarts and heuristics, 5.1 s without. Ten problems without memory rows took 0.85 to 1.01 s with guesses
+before the first relaxation and with symmetry detection, 0.49 s with neither.
 """
 
 
@@ -316,7 +336,7 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """A factor that scales the costs to about a thousand."""
+    """Return a factor for all costs; it makes the sum of the tables' median costs a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0
@@ -331,8 +351,9 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """Return the group of each row of the tables (side by side). Equal rows form a group; groups are numbered by their
-    first row.
+    """Return the group number of each row of the tables laid side by side, [rows].
+
+    Rows that are equal in all tables form a group. Groups are numbered in the order of their first rows.
     """
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}

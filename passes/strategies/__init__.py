@@ -1,1 +1,1 @@
-"""The strategies of each node of a program, their prices, and the nodes that are alike."""
+"""List and price the strategies of each node of a program, and find the nodes of repeated blocks that share them."""

@@ -1,4 +1,4 @@
-"""The collectives of a lowered program: bytes that each sends, mesh axes of its group, and seconds."""
+"""Read the collectives of a lowered program: the mesh axes of each group, the bytes that a rank sends, and the time."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class Collective(NamedTuple):
     """A collective of a lowered program.
 
     Args:
-        kind: its operator, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or "all_to_all_single".
-        axes: the mesh axes of its group.
-        whole_bytes: bytes of its operand or its result on each rank, whichever is larger.
+        kind: name of the operator, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or
+            "all_to_all_single".
+        axes: the mesh axes of the process group.
+        whole_bytes: bytes of the operand or of the result on each rank, whichever is larger.
         sent_bytes: bytes that each rank sends with ring algorithms (`autoshard.ir.reshard.bytes_sent`).
     """
 
@@ -49,7 +50,9 @@ class Collective(NamedTuple):
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
-    """Return the collective of a node that `communicates`.
+    """Return the collective that a node starts; the node is one for which `communicates` is true.
+
+    The exchanges inside one call count together as one all-to-all.
 
     Raises:
         UnknownOperatorError: a collective of this kind has no cost formula.
@@ -70,12 +73,12 @@ def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
 
 
 def exchanges(node: fx.Node) -> bool:
-    """Whether a call exchanges rows between ranks while it runs (`autoshard.kernels.exchange`)."""
+    """Whether a call sends rows to other ranks while it runs, as ring attention does (`autoshard.kernels.exchange`)."""
     return str(node.target) in EXCHANGES
 
 
 def exchanged(node: fx.Node) -> list[Exchanged]:
-    """Return the exchanges of a call that `exchanges` rows, in order."""
+    """Return the exchanges inside a call, in the order in which it runs them; `exchanges` is true for the call."""
     return EXCHANGES[str(node.target)](operand_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
 
 
@@ -85,11 +88,21 @@ def communicates(node: fx.Node) -> bool:
 
 
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of a node's collective. A bucket takes the seconds of the whole program's bucket (`whole_size`)."""
+    """Return the seconds of the collective that a node starts.
+
+    If the program leaves out repeated blocks, a bucket is priced at its size in the whole program (`whole_size`).
+    """
     sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
     return _TIMES[sent.kind](whole_size(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
 
 
 def whole_size(node: fx.Node, size: float) -> float:
-    """Scale a size of a node to the whole program, see `TIMES_AS_LARGE`."""
+    """Return the bytes that a collective has in the whole program.
+
+    A bucket of a program without some repeated blocks is smaller than the bucket of the whole program.
+
+    Args:
+        node: the collective.
+        size: its bytes in this program.
+    """
     return size * node.meta.get(TIMES_AS_LARGE, 1.0)

@@ -1,8 +1,12 @@
 """List the strategies that the sharding rule of each node admits.
 
-The result is a `SearchSpace` of sites (nodes with a choice) and links (a value that one site makes and another reads).
-Calls that look alike share one bound rule. Rules with the same structure share one list of strategies. A factor's size
-counts only by its divisibility, so a program of many shapes has few different structures.
+The result is a `SearchSpace`, a graph of sites and links. A site is a node for which a strategy is chosen. A link leads
+from the site that makes a value to a site that reads the value.
+
+A model repeats few kinds of calls, so two results are shared. Calls with equal operators, literals, shapes and dtypes
+share one bound rule (`BoundRule`: a sharding rule with the sizes of the call). Bound rules that admit the same
+strategies share one list of strategies. Whether an axis may split a factor depends on the divisibility of the factor's
+size, so few lists differ.
 """
 
 from __future__ import annotations
@@ -47,16 +51,18 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node with a choice: a call, a placeholder, or a result that leaves the program.
+    """A place of a program for which the search chooses a strategy: a call, a placeholder, or an output of the program.
 
     Args:
-        name: the node's name; "output:0" for a result.
-        node: the fx node; None for a result.
-        strategies: the options of the site.
-        results: the values that the site makes, without the None results of a call.
-        rule: the call's bound rule, or None.
-        call: a number that calls share if they look alike: the same operator, literals, shapes and dtypes. Numbers of
-            random operators do not count as literals. -1 for other sites.
+        name: the node's name; the slot's name for an output of the program, such as "output:0".
+        node: the fx node; None for an output of the program.
+        phase: "forward", "backward" or "update".
+        strategies: the strategies to choose from.
+        results: shapes and dtypes of the tensors that the site makes, in order. A None among a call's results is left
+            out.
+        rule: the call's bound rule; None for an operator without a rule, and for placeholders and outputs.
+        call: a number that equal calls share: calls with the same operator, literals, shapes and dtypes. The number
+            that tells random operators of one program apart is not compared. -1 for placeholders and outputs.
     """
 
     name: str
@@ -69,7 +75,9 @@ class Site:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the results share the memory of the operands, as in a view or in an update in place."""
+        """Whether the results of the site share memory with its operands. Such calls are views, fan-outs and updates in
+        place.
+        """
         return (
             self.node is not None
             and self.node.op == "call_function"
@@ -84,11 +92,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Result `result` of site `tail`, read by site `head`.
+    """A value on its way from the site that makes it to a site that reads it. A reshard may lie on the link.
 
-    `operand` is the index of the tensor operand of `head`. It is -1 if the value has to end in the spec of placeholder
-    `head`. For example, a gradient ends in the spec of its parameter. If `keeps_sums` is true, no reshard on the link
-    may reduce a sum.
+    Args:
+        tail: name of the site that makes the value.
+        result: index of the value among the results of `tail`.
+        head: name of the site that reads the value.
+        operand: index of the value among the tensor operands of `head`. It is -1 if `head` is a placeholder whose spec
+            the value has to take when it leaves the program. For example, a gradient takes the spec of its parameter.
+        keeps_sums: whether reshards on the link must not reduce a partial sum.
     """
 
     tail: str
@@ -99,25 +111,34 @@ class Link:
 
 
 def specs_of(site: Site, result: int) -> tuple[PartitionSpec, ...]:
-    """Return the spec of one result under each strategy."""
+    """Return the specs of the site's result number `result`, one for each strategy of the site."""
     return tuple(strategy.outputs[result] for strategy in site.strategies)
 
 
 def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
-    """Return the spec in which the head of a link needs the value, under each strategy of the head."""
+    """Return the specs in which `head` reads the value of `link`, one for each strategy of `head`."""
     if link.operand < 0:
         return specs_of(head, 0)
     return tuple(strategy.inputs[link.operand] for strategy in head.strategies)
 
 
 def leaves_program(head: Site, link: Link) -> bool:
-    """Whether a link carries a gradient, an update or a result out of the program."""
+    """Whether a link carries an output, a gradient or an updated tensor out of the program; `head` is its head site."""
     return link.operand < 0 or head.node is None
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """All sites in program order, and all links."""
+    """The graph in which the search chooses one strategy for each site.
+
+    Args:
+        program: the prepared program.
+        mesh: the mesh over which strategies split tensors.
+        sites: site by name, in program order; the outputs of the program come last.
+        links: all links. Other modules refer to a link by its index in this tuple.
+        replicated_operators: operators without a sharding rule, which every rank runs whole. Each is a pair of the
+            operator's name and the user's line.
+    """
 
     program: Program
     mesh: Mesh
@@ -126,13 +147,13 @@ class SearchSpace:
     replicated_operators: tuple[tuple[str, str], ...]
 
     def owner(self, slot: OutputSlot) -> str:
-        """Return the placeholder that a gradient or a buffer update belongs to."""
+        """Return the name of the placeholder to which an output belongs, for example the parameter of a gradient."""
         return _owners(self.program)[OWNERS[slot.kind], slot.name]
 
 
 @dataclass(frozen=True, slots=True)
 class _AlikeCalls:
-    """The number and the rule of calls that look alike."""
+    """The shared number (`Site.call`) and the shared bound rule of equal calls."""
 
     number: int
     rule: BoundRule | None
@@ -145,11 +166,13 @@ class EnumerateStrategies:
     Args:
         mesh: the mesh to split over.
         strict: refuse operators without a rule instead of running them whole on every rank.
-        prune: leave out legal strategies that improve no plan. Under these, a value is partial with a reduction that no
-            call of the program makes, such as a maximum in a program without maxima. The whole value costs no more.
-        wide_gradients: reduce 16-bit gradients after their conversion to a wider type, see
-            `passes.strategies.narrow_gradients`.
-        groups: the groups of mesh axes that choose alike; None: each axis by itself.
+        prune: leave out strategies that improve no plan. Under such a strategy a value is partial with a reduction that
+            no call of the program makes. An example is a partial maximum in a program without maxima. Keeping the value
+            whole costs no more.
+        wide_gradients: reduce 16-bit gradients after their conversion to a wider type
+            (`passes.strategies.narrow_gradients`).
+        groups: groups of neighbouring mesh axes; the axes of a group make the same choice. None: each axis chooses by
+            itself.
     """
 
     mesh: Mesh
@@ -162,10 +185,10 @@ class EnumerateStrategies:
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
-        """Return the search space.
+        """Return the search space of `program`.
 
         Raises:
-            NoShardingRuleError: `strict`, and an operator has no rule.
+            NoShardingRuleError: `strict` is set, and an operator has no rule.
         """
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
@@ -196,7 +219,7 @@ class EnumerateStrategies:
         return SearchSpace(program, self.mesh, sites, tuple(links), tuple(replicated_operators))
 
     def tied(self, groups: Groups) -> EnumerateStrategies:
-        """Return this enumeration with other groups of axes."""
+        """Return a copy of this pass in which the axes of each of `groups` make the same choice."""
         return replace(self, groups=groups, _cache={})
 
     def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
@@ -209,7 +232,10 @@ class EnumerateStrategies:
         return Site(node.name, node, node.meta["phase"], self._cache[key], _values(node))
 
     def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
-        """Return every spec without partial axes that may split `shape`; it may split unevenly only as DTensor does."""
+        """Return every spec without partial axes that an input or output of the global shape `shape` may take.
+
+        Specs that split a dim unevenly are included if DTensor would place the same elements on each rank.
+        """
         options = choices_of_groups(self.mesh, (None, *range(len(shape))), self.groups)
         specs = (_spec_of(self.mesh, len(shape), option) for option in options)
         return tuple(spec for spec in specs if self._may_split(spec, shape))
@@ -257,7 +283,7 @@ class EnumerateStrategies:
 
 
 def no_rule_message(node: fx.Node) -> str:
-    """Return the error message for a call without a rule, with the user's line."""
+    """Return the error message for a call without a sharding rule; it names the operator and the user's line."""
     line = node.meta.get("source")
     return (
         f"strict=True, but operator {node.target}{f' at {line}' if line else ''} has no sharding rule. Write one with "
@@ -271,8 +297,8 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
 
     Args:
         node: the call.
-        ranges: the ranges of the values of its program (`find_ranges`). Without them, operands are taken to be finite
-            and not zero. More sums may pass through the call then than a plan may use.
+        ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
+            not zero. The rule may then let a partial sum pass the call although a plan must not use this.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
@@ -281,14 +307,17 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a call's tensor operands in order; a value that is used twice is there twice."""
+    """Return the nodes of a call's tensor operands in order; a node that is used as two operands is listed twice."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return [item for item in found if isinstance(item.meta.get("val"), torch.Tensor)]
 
 
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that computes a value, and the value's index among that node's tensor results."""
+    """Return the call that computes the value of `node`, and the value's index among the call's tensor results.
+
+    Usually `node` is this call, and the index is 0. If `node` is a `getitem`, the call is the one with several results.
+    """
     if not _is_selection(node):
         return node, 0
     source, index = node.args
@@ -306,7 +335,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """Return the reductions that results of some calls can be partial with; sums always belong to them."""
+    """Return the reductions that the calls of a program can leave pending on their results, and always the sum."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
     return frozenset({Reduction.SUM, *made})
@@ -318,11 +347,13 @@ def _awaits_only(strategy: Strategy, reductions: frozenset[Reduction]) -> bool:
 
 
 def _structure(rule: BoundRule, mesh: Mesh) -> Any:
-    """Return the parts of a rule that decide which strategies it has on a mesh.
+    """Return a key that is equal for two bound rules only if they admit the same strategies on `mesh`.
 
-    A strategy depends on a size only by comparing it with products of axes and by dividing it. Each product divides the
-    size of the mesh. So two sizes of at least `2 * mesh.size` with equal remainders are alike. If ranks exchange data
-    along a factor, its pieces have a least size. There, alike sizes have to exceed the least size on each rank.
+    The key has all fields of the rule but its rewrite. Each factor's size is replaced by its class. Strategies compare
+    a size with the number of its pieces, and divide the size by this number. The number of pieces divides `mesh.size`.
+    So two sizes of at least `2 * mesh.size` are in one class if their remainders by `mesh.size` are equal. If ranks
+    exchange data along a factor, each piece needs a least number of elements (`BoundRule.exchanged`). Sizes of such a
+    factor must be at least this number times `mesh.size` to share a class.
     """
 
     def kind(factor: str, size: int) -> int:
@@ -339,7 +370,10 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
 
 
 def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
-    """Return the links into a node; links between the pairs of nodes in `narrow` keep their sums."""
+    """Return one link for each tensor operand of a call.
+
+    `narrow` has the pairs (operand's node, reader's node) whose links have `keeps_sums` set.
+    """
     links = []
     for index, operand in enumerate(operands_of(node)):
         tail, result = resolve(operand)
@@ -356,7 +390,7 @@ def _call_key(node: fx.Node) -> Any:
 
 
 def _without_site(node: fx.Node) -> list[Any]:
-    """Return the arguments of a call, without the number that tells random operators of a program apart."""
+    """Return the arguments of a call, with None for the number that tells random operators of one program apart."""
     target: Any = node.target
     is_ours = isinstance(target, OpOverload) and target.namespace == NAMESPACE
     names = [argument.name for argument in target._schema.arguments] if is_ours else []
@@ -377,5 +411,5 @@ _SPLITTABLE = (
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
-    """Return the placeholder of each kind and name."""
+    """Return a dict from the kind and name of each input of the program to the name of its placeholder."""
     return {(slot.kind, slot.name): slot.node for slot in program.inputs}

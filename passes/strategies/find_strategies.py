@@ -11,19 +11,20 @@ from autoshard.rules.enumeration import Carry, Choice, Split, Strategy, assemble
 from autoshard.rules.notation import BoundRule
 
 AxisUse = tuple[int | None, Reduction | None]
-"""The use of an axis for an operand: the dim that it splits, and the reduction that is still to be made over it."""
+"""The use of one mesh axis by one operand: the dim that the axis splits, and the reduction pending over the axis."""
 
 
 def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[PartitionSpec]]) -> Iterator[Strategy]:
-    """Return the strategies of `rule` under which each axis treats every operand as one of the operand's specs does.
+    """Yield the strategies of `rule` that agree with the known specs of the operands, axis by axis.
 
-    The caller still has to compare whole specs. An axis of size one does nothing to a value, and no code is emitted for
-    it.
+    A strategy agrees if for each axis and operand one of the operand's specs uses the axis in the same way. Different
+    axes may agree with different specs, so the caller still has to compare whole specs. No axis of size one splits
+    anything in the yielded strategies.
 
     Args:
-        rule: the rule of the call.
+        rule: the bound rule of the call.
         mesh: the mesh.
-        held: for each operand its possible specs, without axes of size one.
+        held: for each operand, the specs that it may have, without axes of size one.
     """
     choices = [_choices(rule, axis, size, held) for axis, size in mesh.axes]
     for combination in product(*choices):
@@ -44,7 +45,7 @@ def _choices(rule: BoundRule, axis: str, size: int, held: Sequence[Collection[Pa
 
 
 def _use(rule: BoundRule, choice: Choice, operand: int) -> AxisUse:
-    """Return the use of an axis for an operand under `choice`."""
+    """Return how an axis is used by operand number `operand` if the axis makes `choice`."""
     if isinstance(choice, Split):
         dims = rule.inputs[operand]
         dim = next((index for index, factors in enumerate(dims) if not set(choice.factors).isdisjoint(factors)), None)

@@ -1,9 +1,10 @@
-"""Find nodes at the same place of repeated blocks, so that the search decides once for all of them.
+"""Find the sites at the same place of repeated blocks, so that the search chooses one strategy for all of them.
 
-A block is a module whose path ends in a number (`layers.3`) and which has at least two matrix products. Nodes of two
-blocks are alike if they stand at the same place of the same module and phase. The module has to issue the same sequence
-of calls in both blocks. Folding only ties choices together; the price of a choice stays the same. So a bad fold may
-miss a better plan, and never gives a wrong plan.
+A block is a module whose path ends in a number (`layers.3`) and which has at least two matrix products. Take a module
+of a block, such as `layers.3.mlp`, and the same module of another block. If both issue the same sequence of calls in a
+phase, then their n-th calls are folded: they get the same strategy.
+
+Folding changes no price. A bad fold may miss a better plan, but never gives a wrong plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "a
 
 
 def fold_blocks(space: SearchSpace) -> dict[str, str]:
-    """Map each site to its representative, the first site of its class."""
+    """Return a dict from the name of each site to the name of its representative.
+
+    The representative is the first site among the sites that share a strategy. A site outside of blocks represents
+    itself.
+    """
     blocks = numbered_blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
     paths = module_paths(space.program)
@@ -42,7 +47,10 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
 
 
 def numbered_blocks(sites: Iterable[Site]) -> frozenset[str]:
-    """Return the paths of numbered modules that have at least two matrix products in the forward."""
+    """Return the paths of the blocks of a model ("layers.3").
+
+    A block is a module whose path ends in a number, and whose forward has at least two matrix products.
+    """
     products: dict[str, int] = defaultdict(int)
     for site in sites:
         if site.node is not None and site.phase == "forward" and _is_matrix_product(site.node.target):
@@ -58,13 +66,17 @@ def _is_matrix_product(target: object) -> bool:
 
 
 def module_paths(program: Program) -> dict[str, str]:
-    """Map each node to the path of its module; a parameter is its own module."""
+    """Return a dict from the name of each node to a module path.
+
+    A call has the path of the module that issued it. An input of the program has its own name as path, such as
+    "layers.3.weight".
+    """
     slots = {slot.node: _name(slot) for slot in program.inputs}
     return {node.name: slots.get(node.name) or node.meta.get("module", "") for node in program.graph.nodes}
 
 
 def _name(slot: InputSlot) -> str:
-    """Return a slot's name as a path. The path of optimizer state begins with the path of its parameter."""
+    """Return an input's name as a path. Optimizer state "exp_avg:wte.weight" has the path "wte.weight.exp_avg"."""
     if slot.kind != InputKind.STATE:
         return slot.name
     return f"{parameter_of(slot.name)}.{slot.name.partition(':')[0]}"
@@ -78,5 +90,8 @@ def _fold_path(module: str, blocks: frozenset[str]) -> str:
 
 
 def _signature(site: Site) -> tuple[object, ...]:
-    """Return the call, values and strategies of a site; two sites share a choice only if all three are equal."""
+    """Return a key of a site; two sites share a strategy only if their keys are equal.
+
+    The key has the number of the call, the shapes and dtypes of the results, and the identity of the strategies.
+    """
     return (site.call, site.results, id(site.strategies))

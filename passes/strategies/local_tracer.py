@@ -1,4 +1,4 @@
-"""The tracer that builds local programs. Each node gets the fake value of one rank."""
+"""The tracer that builds the graphs of lowered programs. Each node gets a fake tensor with the shape on one rank."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from autoshard.tracing.local_fakes import LOCAL_FAKES
 from passes.preparation.number_values import call_key
 
 EMITTED_AT = "emitted_at"
-"""Metadata key of a local node: the name of the traced node at whose place it stands."""
+"""Metadata key of a node of a lowered program: the name of the traced node for whose lowering the node was emitted."""
 
 IS_RESHARD = "is_reshard"
-"""Metadata key of local nodes that belong to a reshard."""
+"""Metadata key that is set to True on the nodes of a lowered program that belong to a reshard."""
 
 TIMES_AS_LARGE = "times_as_large"
-"""Metadata key of a bucket's nodes: the size of the bucket in the whole program, divided by its size here.
+"""Metadata key of a bucket's nodes: the bucket's bytes in the whole program, divided by its bytes in this program.
 
-A bucket is larger in the whole program if it also has members of left-out blocks.
+The ratio is above 1 if this program leaves out repeated blocks whose gradients or parameters belong to the bucket.
 """
 
 KERNEL, PART_LEFT = "kernel", "part_left"
-"""Metadata keys of nodes that are priced as parts of a kernel, without writing the kernel.
+"""Metadata keys of nodes that a fused kernel would replace, in a program that is only priced.
 
-`KERNEL` is the `KernelUse`, on the kernel's last node. `PART_LEFT` is the remaining fraction of a node's own time.
+A generated kernel is not put into such a graph. `KERNEL` is on the last node that the kernel replaces, and on the call
+of a hand-written kernel. Its value is the `KernelUse`. `PART_LEFT` is on each replaced node. Its value is the fraction
+of the node's own time that still counts.
 """
 
 
 class LocalTracer(GraphAppendingTracer):
-    """Append nodes with local fake values, and with the metadata of the traced nodes that they belong to.
+    """A tracer whose nodes have fake local tensors, and metadata of the traced nodes that they come from.
 
-    `like` is the traced node that is being lowered. `moving` is the node whose value is being resharded for it. Calls
-    of one form share a fake value across programs (`LocalFakes`).
+    The lowering sets two attributes. `like` is the traced node that is being lowered; its phase, module and source line
+    are copied. `moving` is the traced node whose value is being resharded for `like`, or None outside of reshards.
+    Calls with equal operators and operand forms share one fake value across programs (`LocalFakes`).
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -48,8 +51,12 @@ class LocalTracer(GraphAppendingTracer):
     ) -> fx.Proxy:
         """Add a placeholder for a rank's piece of a global value.
 
-        `shape` is the shape of the piece. `strides` give the order of its dims in memory; the piece is expanded along
-        dims of stride 0. None: the dims lie in their order.
+        Args:
+            name: name of the placeholder.
+            value: the global value, for its dtype and device.
+            shape: shape of the piece on one rank.
+            strides: strides of the global value. They give the order of the piece's dims in memory. Along dims of
+                stride 0 the piece is expanded from one element. None: the piece is contiguous.
         """
         proxy = self.create_proxy("placeholder", name, (), {}, name=name)
         strides = range(len(shape), 0, -1) if strides is None else strides
@@ -60,13 +67,16 @@ class LocalTracer(GraphAppendingTracer):
         return proxy
 
     def constant(self, name: str, value: torch.Tensor) -> fx.Proxy:
-        """Add a constant of the program's module, the same on all ranks, with the form of `value`."""
+        """Add a `get_attr` node for the constant `name` of the program's module. Every rank has the whole `value`."""
         proxy = self.create_proxy("get_attr", name, (), {})
         proxy.node.meta["val"] = LOCAL_FAKES.piece(("constant", form_of(value)), value, lambda: _alike(value))
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
-        """Create a node, see `fx.proxy.TracerBase`."""
+        """Create a node with the metadata of `like`. A call also gets its fake local result as `val`.
+
+        The arguments are those of `fx.proxy.TracerBase.create_node`.
+        """
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if self.like is not None:
             inherited = ("phase", "module", "source")
@@ -96,7 +106,11 @@ def _alike(value: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(value: Any) -> Any:
-    """Return the properties of an operand that decide an operator's fake value."""
+    """Return a hashable key of an operand; calls whose operands have equal keys have the same fake result.
+
+    The key of a tensor has its dtype, shape, strides, offset, device and layout. The key of another operand has its
+    type and value.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,8 @@
-"""The units of repeated blocks that nodes of a lowered program belong to, if the program leaves out units.
+"""Find the unit of repeated blocks to which each node of a lowered program belongs.
 
-A node belongs to the unit of the traced node at whose place it stands (`autoshard.ir.repeat`). The unit behind the
-left-out units stands for them too.
+A program may leave out most of a model's equal blocks (`autoshard.ir.repeat`). It then has four of many equal units of
+blocks. The third unit, which follows the gap, stands for the left-out units too: its nodes count several times. A
+node of a lowered program belongs to the unit of the traced node for which it was emitted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from passes.strategies.repeated import BEHIND
 
 
 class UnitSpot(NamedTuple):
-    """The number of a repeat, and the index of a node's unit in `Repeat.units`."""
+    """The unit of a node.
+
+    Args:
+        repeat: index of the repeat in `Program.repeats`.
+        unit: index of the unit in `Repeat.units`, 0 to 3.
+    """
 
     repeat: int
     unit: int
@@ -31,8 +37,8 @@ class LocalUnits:
     """The units of the nodes of a lowered program.
 
     Args:
-        repeats: the repeats of the program.
-        paths: traced node to the path of its module.
+        repeats: the repeats of the traced program; empty if it has all blocks of the model.
+        paths: module path by the name of each traced node.
     """
 
     repeats: tuple[Repeat, ...]
@@ -41,12 +47,12 @@ class LocalUnits:
 
     @classmethod
     def of(cls, lowered: LoweredProgram) -> LocalUnits:
-        """Return the units of a lowered program; a whole program has none."""
+        """Return the `LocalUnits` of a lowered program. If it has all blocks of the model, no node has a unit."""
         repeats = lowered.traced.repeats
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
     def spot(self, node: fx.Node) -> UnitSpot | None:
-        """Return the unit of a node; None outside of all units."""
+        """Return the unit to which a node belongs, or None if it belongs to no repeated block."""
         if not self.repeats:
             return None
         path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")
@@ -55,11 +61,11 @@ class LocalUnits:
         return self._known[path]
 
     def count(self, node: fx.Node) -> int:
-        """Number of nodes of the whole program that a node stands for."""
+        """Return how many nodes of the whole program `node` stands for, itself included."""
         return self.runs(self.spot(node))
 
     def runs(self, spot: UnitSpot | None) -> int:
-        """Number of units that the unit of a spot stands for."""
+        """Return how many units of the whole program the unit at `spot` stands for, itself included; 1 for None."""
         return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:

@@ -1,4 +1,4 @@
-"""Find the strategy of a call whose specs a plan gives."""
+"""Find the strategy of a call from the specs of its operands and results in a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from autoshard.rules.notation import BoundRule, Dims
 
 
 def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name: str) -> Strategy:
-    """Return the strategy of `rule` whose specs are the specs of `node_plan`.
+    """Return the strategy of `rule` that has the operand and result specs of `node_plan`.
+
+    Args:
+        rule: the bound rule of the call, or None.
+        mesh: the mesh of the plan.
+        node_plan: the specs that the plan gives the call.
+        name: the call's name, for the error message.
 
     Raises:
         PlanMismatchError: the rule admits no such strategy.
@@ -35,7 +41,10 @@ def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name
 
 
 def _agrees(rule: BoundRule, axis: str, choice: Choice, node_plan: NodePlan) -> bool:
-    """Whether `axis` splits under `choice` the dims that it splits in the plan. Partial axes are checked later."""
+    """Whether `choice` makes `axis` split the same dims of operands and results as the plan does.
+
+    Pending reductions are not compared here.
+    """
     factors = choice.factors if isinstance(choice, Split) else ()
     pairs = [
         *zip(rule.inputs, node_plan.inputs, strict=True),

@@ -1,10 +1,13 @@
-"""Reduce 16-bit gradients of 32-bit weights after their conversion to 32 bits.
+"""Reduce 16-bit gradients of 32-bit weights over ranks only after their conversion to 32 bits.
 
 Each rank computes a weight's gradient from its part of the batch, and the gradient is the sum over ranks. In bfloat16
-each addition rounds to 8 bits, so the error of the sum grows with the number of ranks. After the conversion to float32
-only the addends are rounded, and twice the bytes are sent. One device adds over its whole batch in float32 before it
-rounds, and a mesh has to equal one device. So links between the making of a gradient and its conversion reduce nothing.
-(Megatron-LM and torchtitan also reduce in float32 by default; FSDP2 reduces in the type of the gradient.)
+each addition rounds to 8 bits, so the error of the sum grows with the number of ranks. If gradients are first converted
+to float32, only each rank's addend is rounded, but twice the bytes are sent. One device adds over its whole batch in
+float32 before it rounds, and a mesh has to give the same gradient.
+
+This module finds the links on which a gradient travels in 16 bits, from the calls that compute it to its conversion.
+Reshards that reduce a sum are forbidden on these links. (Megatron-LM and torchtitan also reduce in float32 by default;
+FSDP2 reduces in the type of the gradient.)
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ _aten = torch.ops.aten
 
 
 def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None]) -> frozenset[tuple[str, str]]:
-    """Find the pairs of nodes, by name, that pass on a gradient in 16 bits before it is converted to a wider type.
+    """Return the links on which a gradient is still in 16 bits, before its conversion to a wider type.
+
+    Each link is a pair of node names: the node that makes the value, and the node that reads it.
 
     Args:
         program: the prepared program.
-        rules: the rule of each call, by name.
+        rules: the bound rule of each call, by the node's name.
     """
     gradients = {slot.node for slot in program.outputs_of(OutputKind.GRADIENT)}
     found: set[tuple[str, str]] = set()
@@ -44,7 +49,7 @@ def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a node converts 16-bit numbers to a wider type."""
+    """Whether a node of the backward converts 16-bit floating point numbers to a wider type."""
     if node.target is not _aten._to_copy.default or node.meta["phase"] != "backward":
         return False
     value, (operand,) = node.meta["val"], node.all_input_nodes
@@ -52,8 +57,10 @@ def _widens(node: fx.Node) -> bool:
 
 
 def _trail(conversion: fx.Node, rules: Mapping[str, BoundRule | None]) -> set[tuple[str, str]]:
-    """Return the links from a conversion back to the calls that make its elements, through moves and additions of
-    elements.
+    """Return the links on all paths that end in a conversion, followed backwards from it.
+
+    A path goes on through additions, fan-outs and calls that only move elements (a view, a transpose). It ends at any
+    other call, and at a value that is also read elsewhere. Each link is a pair of node names, maker and reader.
     """
     trail, passed, waiting = set[tuple[str, str]](), {conversion}, [conversion]
     while waiting:
@@ -72,7 +79,13 @@ def _passes_on(node: fx.Node, rules: Mapping[str, BoundRule | None]) -> bool:
 
 
 def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec]) -> Floats:
-    """Return a table of reshard times, [sources, targets], with infinity for reshards that reduce a sum."""
+    """Return a copy of a table of reshard times, with infinity for reshards that reduce a partial sum.
+
+    Args:
+        table: seconds of the reshard from each source to each target, [sources, targets].
+        sources: spec of each row.
+        targets: spec of each column.
+    """
     kinds: dict[frozenset[str], int] = {}
     before, after = ([kinds.setdefault(_sums(spec), len(kinds)) for spec in specs] for specs in (sources, targets))
     kept = np.array([[one <= other for other in kinds] for one in kinds])

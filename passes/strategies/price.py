@@ -1,7 +1,8 @@
 """Price a search space with the cost models: seconds of strategies and reshards, bytes of values.
 
-Calls take the time of a roofline, collectives a latency and a time per byte (see `cost_models`). Computation and
-communication are added up; the simulated timeline lets them overlap.
+A call takes the time of its roofline. A collective takes a latency and a time per byte (`cost_models`). The search adds
+up the seconds of computation and communication. Only the prediction of the lowered program lets them overlap
+(`passes.prediction`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from passes.strategies.price_rewrites import rewritten_time
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """Seconds of one reshard step on a cluster; the mesh numbers the cluster's ranks row by row."""
+    """A function from a reshard step to its seconds on a cluster, for `plan_reshard`.
+
+    Args:
+        cluster: the devices and links.
+        mesh: the mesh; it numbers the ranks of the cluster row by row.
+    """
 
     cluster: Cluster
     mesh: Mesh
@@ -47,7 +53,7 @@ class StepPrice:
         return sent_s + copied_s
 
     def parts(self, step: ReshardStep) -> tuple[float, float]:
-        """Return the seconds of the step's collective (0 for a local step) and the seconds of copies on each rank."""
+        """Return the seconds of the step's collective (0 for a local step), and the seconds of its copies on a rank."""
         group = self.cluster.group_links(dict(self.mesh.axes), (step.axis,))
         copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device, STRIDED_COPY)
         return _collective_time(step, group), copied
@@ -68,9 +74,12 @@ def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of strategies and reshards on one cluster and mesh, each computed once.
+    """Prices of strategies and reshards on one cluster and mesh, cached so that equal calls are priced once.
 
-    `derived` has prices that other modules compute from these and keep here.
+    Args:
+        cluster: the devices and links.
+        mesh: the mesh over which strategies split tensors.
+        derived: a cache for other modules, which keep here prices that they compute from these prices.
     """
 
     cluster: Cluster
@@ -83,7 +92,7 @@ class Prices:
 
     @property
     def step_price(self) -> StepPrice:
-        """The price of a reshard step, for `plan_reshard`."""
+        """The function from a reshard step to its seconds on this cluster and mesh, for `plan_reshard`."""
         return StepPrice(self.cluster, self.mesh)
 
     def call_time(self, site: Site, strategy: Strategy) -> float:
@@ -91,7 +100,7 @@ class Prices:
         return float(self.call_times(site, (strategy,))[0])
 
     def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Return `call_time` for each strategy, [strategies]."""
+        """Return the seconds of a call on each rank under each of `strategies`, [strategies]."""
         node = site.node
         if node is None or node.op != "call_function" or node.target is fan_out:
             return np.zeros(len(strategies))
@@ -103,7 +112,10 @@ class Prices:
         return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
 
     def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Seconds of a copy to or from the host under each strategy; computation waits for the copy."""
+        """Return the seconds of an offload node's copy to or from the host under each strategy, [strategies].
+
+        The copy does not overlap with computation.
+        """
         assert site.node is not None, "calls have nodes"
         device = self.cluster.device
         time = device.to_host_time if site.node.target is to_host else device.from_host_time
@@ -111,12 +123,15 @@ class Prices:
         return np.array([time(size) for size in local_bytes_of(site.results[0], specs, self.mesh).tolist()])
 
     def host_times(self, sizes: Floats) -> Floats:
-        """Seconds of a copy of values of the given sizes (bytes) to the host and back."""
+        """Return the seconds to copy a value to the host and back, for each of the given sizes in bytes, [sizes]."""
         device = self.cluster.device
         return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
 
     def adding_times(self, site: Site) -> Floats:
-        """Seconds to add a gradient, the site's result, to the sum over earlier micro-batches, [strategies]."""
+        """Return the seconds to add a gradient to the sum over earlier micro-batches, [strategies].
+
+        The gradient is the first result of `site`. Its size on each rank depends on the site's strategy.
+        """
         sizes = local_bytes_of(site.results[0], specs_of(site, 0), self.mesh)
         return np.array([accumulation_time(size, self.cluster.device) for size in sizes.tolist()])
 
@@ -144,7 +159,11 @@ class Prices:
         return self._calls[key]
 
     def _alike(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """Return one form for all choices that differ only by a permutation of equal axes."""
+        """Return the choices of the mesh axes in an order that is the same for every permutation of equal axes.
+
+        Axes are equal if they have the same size and the same links. Strategies that differ only in the order of equal
+        axes cost the same, so they share one price.
+        """
         if not choices or not _has_equal_axes(self.mesh, self.cluster):
             return choices
         if choices not in self._choices:
@@ -160,7 +179,14 @@ class Prices:
         return not _may_communicate(site, strategy) and not _fill_counts(site, strategy, self.mesh)
 
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
-        """Seconds of filling padding. Each padded factor of an operand reads and writes the local piece once."""
+        """Return the seconds to fill the padding of a call's local operands before the call.
+
+        Each padded factor of an operand reads and writes the operand's local piece once.
+
+        Args:
+            filled: pairs of an operand's index and the number of its padded factors.
+            inputs: the local operands.
+        """
         sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
         return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)
 
@@ -174,7 +200,7 @@ class Prices:
     def reshard_table(
         self, value: ValueInfo, sources: tuple[PartitionSpec, ...], targets: tuple[PartitionSpec, ...]
     ) -> Floats:
-        """Seconds from each source spec to each target spec, [sources, targets]."""
+        """Return the seconds to reshard `value` from each source spec to each target spec, [sources, targets]."""
         key = (value.shape, value.itemsize, sources, targets)
         if key not in self._reshards:
             self._reshards[key] = reshard_costs(
@@ -184,37 +210,37 @@ class Prices:
 
 
 _FEW_AXES = 2
-"""On meshes of more axes, strategies that permute equal axes share a price."""
+"""On meshes with more axes than this, strategies that differ by a permutation of equal axes share a price."""
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether axes of equal size have equal links, as within one node."""
+    """Whether permutations of axes of equal size share a price. On one node, such axes have equal links."""
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 
 def _equal_axes(mesh: Mesh) -> list[list[int]]:
-    """Return the places of axes of equal size in a mesh."""
+    """Return one list for each size of an axis in the mesh: the indices of the axes of this size."""
     return [[i for i, size in enumerate(mesh.shape) if size == each] for each in dict.fromkeys(mesh.shape)]
 
 
 def local_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> int:
-    """Bytes of a value on each rank."""
+    """Return the bytes of a value on each rank under `spec`, its padding included."""
     return math.prod(spec.local_shape(value.shape, mesh)) * value.itemsize
 
 
 def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Floats:
-    """Bytes of a value on each rank under each of `specs`, [specs]."""
+    """Return the bytes of a value on each rank under each of `specs`, [specs]."""
     return np.array([local_bytes(value, spec, mesh) for spec in specs], dtype=np.float64)
 
 
 def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether each rank runs other calls than the traced call, views apart."""
+    """Whether the rule's rewrite replaces the traced call on each rank. Views count as not rewritten."""
     is_split = site.rule is not None and site.rule.local is not None and bool(strategy.splits(mesh))
     return is_split and not (site.node is not None and is_view(site.node))
 
 
 def _may_communicate(site: Site, strategy: Strategy) -> bool:
-    """Whether the local form of a call reduces or exchanges data along a split factor."""
+    """Whether the rule's rewrite of the call may communicate between ranks, along a factor that `strategy` splits."""
     rule = site.rule
     if rule is None or not rule.communicates:
         return False
@@ -223,7 +249,7 @@ def _may_communicate(site: Site, strategy: Strategy) -> bool:
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Return the operands whose padding is filled before the call, each with the number of its padded factors."""
+    """Return pairs of an operand's index and the number of its factors whose padding is filled before the call."""
     if site.rule is None or not site.rule.padding:
         return ()
     wanted = fills(site.rule, strategy.splits(mesh), mesh)

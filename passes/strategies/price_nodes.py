@@ -1,12 +1,12 @@
-"""Price the nodes of a lowered program with the cost models, as `price` prices strategies.
+"""Price the nodes of a lowered program with the cost models, so that their sum agrees with the prices of `price`.
 
 * A call takes the seconds of `cost_models.operators` for its local operands and results.
 * A collective takes the seconds of `cost_models.collectives` on the links of its group.
-* Reducing a bucket takes the seconds to copy members into it. Members that are computed into the bucket take none
-  (`fill_buckets`). A member that is cut or joined along a dim other than the first is copied once more.
-* A call that exchanges rows takes the seconds that it waits for them, too.
-* Each step of a reshard copies the value before and the value after it once (`StepPrice`). The calls of the step's
-  emitted code (`autoshard.ir.emit`) are not priced one by one.
+* A bucket also takes the seconds to copy its members into it. A member that is computed directly into the bucket takes
+  no copy (`fill_buckets`). A member that is split along a dim other than the first is copied once more.
+* A call that exchanges rows with other ranks also takes the seconds for which it waits for the rows.
+* A step of a reshard reads its operand and writes its result once (`StepPrice`). The calls that emit the step
+  (`autoshard.ir.emit`) are not priced one by one.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ from passes.strategies.tensor_infos import operand_infos, tensor_info
 _aten = torch.ops.aten
 
 STRIDED_COPY = "aten.clone.default"
-"""The kernel that copies for reshards."""
+"""Name of the operator whose bandwidth prices the copies of a reshard."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePrices:
-    """Seconds of the nodes of lowered programs on one cluster and mesh, computed once for each form of call."""
+    """Seconds of the nodes of lowered programs on one cluster and mesh, cached so that equal calls are priced once."""
 
     cluster: Cluster
     mesh: Mesh
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Seconds of the collective that a node starts, or seconds that a call waits for exchanged rows."""
+        """Return the seconds of communication at a node.
+
+        A collective takes its own time. A call that exchanges rows takes the time for which it waits for them. Other
+        nodes take 0.
+        """
         if exchanges(node):
             links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
             computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)
@@ -58,7 +62,11 @@ class NodePrices:
         return collective_time(node, self.mesh, self.cluster) if is_collective(node) else 0.0
 
     def computed_s(self, node: fx.Node) -> float:
-        """Seconds of a rank's own work at a node; for a collective of a reshard, seconds of the copies around it."""
+        """Return the seconds of a rank's own computation and copies at a node, without communication.
+
+        A collective of a reshard takes the copies around it. Waits, and nodes that are no ATen or semantic operator,
+        take 0.
+        """
         if not isinstance(node.target, OpOverload) or is_wait(node):
             return 0.0
         if IS_RESHARD in node.meta:
@@ -93,12 +101,12 @@ class NodePrices:
 
 
 def _is_slice(node: fx.Node) -> bool:
-    """Whether a node takes a rank's piece."""
+    """Whether a node is a `narrow` to the rank's piece, whose start other nodes compute from the rank's index."""
     return node.target is _aten.narrow.default and isinstance(node.args[2], fx.Node)
 
 
 def _is_copied_for_bucket(node: fx.Node) -> bool:
-    """Whether a reshard copies a value into the order of a bucket, or out of it."""
+    """Whether a node of a reshard copies a value to lay it out for a bucket, or copies it out of a bucket."""
     if node.target is not _aten.contiguous.default or operands_of(node)[0].meta["val"].is_contiguous():
         return False
     made, (given,) = node, node.all_input_nodes

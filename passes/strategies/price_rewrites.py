@@ -1,7 +1,7 @@
-"""Price calls whose local form communicates, such as a cross-entropy that is split over classes.
+"""Price calls that a rule's rewrite replaces by other calls, such as a cross-entropy that is split over classes.
 
-Only the emitted code tells the work of a local form. So the form is emitted into a scratch graph, and the nodes of the
-graph are priced as nodes of a lowered program.
+The work and the collectives of the replacement are known only from its code. So the replacement is emitted into a graph
+of its own, and the nodes of this graph are priced as nodes of a lowered program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from passes.strategies.scratch import emitted_call
 
 
 def rewritten_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of a call's local form, its collectives included."""
+    """Return the seconds on each rank of the calls that replace a call under `strategy`, collectives included."""
     prices = NodePrices(cluster, mesh)
     nodes = emitted_call(site, strategy, mesh).nodes
     return sum(prices.computed_s(node) + prices.sent_s(node) for node in nodes)

@@ -1,27 +1,30 @@
-"""How often each site and link of a program runs in the whole model, where the program leaves out repeated blocks.
+"""Count how often each site and link of a program runs in the whole model, if the program leaves out repeated blocks.
 
-A program may hold only four of many alike units of blocks (`autoshard.ir.repeat`): n, a, b and m, in program order.
-The whole model has k more units between a and b. This module checks that the four units are alike:
+A long model has many equal units of blocks. A program for planning may have only four of them (`autoshard.ir.repeat`).
+Call them n, a, b and m, in program order. The whole model has k more units between a and b. This module checks that the
+four units are alike:
 
-* they have the same sites, each at its *place* in its unit;
-* each link from one place to another leads to the same unit, to a neighbouring unit, or to one site outside.
+* they have the same sites in the same order. The *place* of a site is its index in its unit;
+* the links into the sites of one place come from corresponding sources. The sources lie at one place of the same or of
+  a neighbouring unit, or all are one site outside of the units.
 
-So the k left-out units continue the pattern of the four, and
+The k left-out units then continue the pattern of the four units, so
 
 * each site of b stands for 1 + k sites;
-* each link into b stands for 1 + k links. It may come from b, from a or from outside. In the backward, links lead from
-  b into a, and a link from b into a stands for 1 + k links;
-* left-out units take the options of b, so they hold as many bytes.
+* each link into b stands for 1 + k links, with one exception. In the backward, unit a reads values of unit b. A link
+  from b into a stands for 1 + k links, and the same link into b, from m, stands for itself;
+* left-out units use the strategies of b, so they need as many bytes as b.
 
-**Lifetimes of values of left-out units.** A unit's sites lie in *runs* of consecutive points: its forward, its backward
-and parts of its update. Runs of left-out units lie between the runs of a and b, in the same order. So all k values of
-one place are made between two neighbouring runs, and die between two other runs. `passes.memory.repeated_lifetimes`
-finds these points.
+**Lifetimes of values of left-out units.** A *run* is a part of a unit whose sites follow each other in the program. It
+is the unit's forward, its backward, or a part of its update. Runs of left-out units lie between the runs of a and b, in
+the same order. So all k values of one place are made between two neighbouring runs, and freed between two other runs.
+`passes.memory.repeated_lifetimes` finds these points.
 
-**The peak is never inside a left-out unit.** Number the units n, a, the left-out units, b and m from 0 to k + 3. Take a
-point at one place of unit x. The values of one place are then alive in units whose number is at most x, at least x, x,
-or one off. Values from outside the units are alive there in all units from a to b, or in none. So the bytes in use are
-an affine function of x, and largest in a or in b. The program has the points of both.
+**The peak of memory is never inside a left-out unit.** Number the units n, a, the left-out units, b and m from 0 to
+k + 3. Take the moment at which unit x runs one of its sites. The values of any place are alive in the units up to
+x, from x on, in x alone, or in a neighbour of x. A value from outside is alive for all units from a to b, or for none
+of them. So the bytes in use are an affine function of x, and largest for a or for b. The program has both of these
+units.
 
 If the four units are not alike, `NotAlikeError` is raised, and the whole model has to be traced.
 """
@@ -39,11 +42,17 @@ from passes.strategies.fold_blocks import module_paths
 
 
 class NotAlikeError(Exception):
-    """Units that should be alike are not, so the program cannot stand for the whole model."""
+    """The four units of a repeat are not alike, so the program cannot stand for the whole model."""
 
 
 class Spot(NamedTuple):
-    """The position of a site: the number of its repeat, its unit (0 to 3) and its place in the unit."""
+    """The position of a site in repeated blocks.
+
+    Args:
+        repeat: index of the repeat in `Program.repeats`.
+        unit: index of the site's unit in `Repeat.units`, 0 to 3.
+        place: index of the site among the sites of its unit, in program order.
+    """
 
     repeat: int
     unit: int
@@ -51,12 +60,17 @@ class Spot(NamedTuple):
 
 
 AHEAD, BEHIND = 1, 2
-"""Indices of units a and b of `Repeat.units`; the left-out units lie between them."""
+"""Indices in `Repeat.units` of the units a and b. The left-out units lie between a and b."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """The sites at one place of the four units, and the number of left-out units."""
+    """Four sites that correspond to each other.
+
+    Args:
+        names: name of the site in each of the four units.
+        left_out: number of units between the second and the third that the program leaves out.
+    """
 
     names: tuple[str, str, str, str]
     left_out: int
@@ -64,12 +78,12 @@ class AlikeSites:
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """One link in each of the four units, and the number of left-out units.
+    """Four links that correspond to each other, one into each of the four units.
 
     Args:
-        indices: the index of the link in each unit.
-        standing: the one of these indices that stands for the left-out units too.
-        left_out: the number of left-out units.
+        indices: index of each link in `SearchSpace.links`.
+        standing: the element of `indices` whose link stands for the links of the left-out units too.
+        left_out: number of units that the program leaves out.
     """
 
     indices: tuple[int, int, int, int]
@@ -82,11 +96,13 @@ class RepeatedUnits:
     """The repeated units of a search space.
 
     Args:
-        sites: the sites of repeated units.
-        links: the links into these sites.
-        runs: the sites of each run that is repeated, in order, and how many more times the run runs.
-        spots: site to its position in the units.
-        starts: repeat and place to the first site of the later of two neighbouring runs.
+        sites: the sites of the four units of each repeat, one entry for each place.
+        links: the links into these sites, one entry for the four links that correspond to each other.
+        runs: one pair for each run that the left-out units repeat. The pair has the names of the run's sites, in order,
+            and the number of times that the left-out units run them again.
+        spots: position of each site of a repeated unit, by the site's name.
+        starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site in a run. The
+            runs of a and b with this place follow each other; the name belongs to the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -96,11 +112,17 @@ class RepeatedUnits:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Site to the number of sites that it stands for; an absent site stands for itself alone."""
+        """Return a dict from the name of a site to the number of sites of the whole model that it stands for.
+
+        A site that is not in the dict stands for itself alone.
+        """
         return {alike.names[BEHIND]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Index of a link to the number of links that it stands for; an absent link stands for itself alone."""
+        """Return a dict from the index of a link to the number of links of the whole model that it stands for.
+
+        A link that is not in the dict stands for itself alone.
+        """
         return {alike.standing: 1 + alike.left_out for alike in self.links}
 
 
@@ -108,11 +130,12 @@ NO_REPEATED_UNITS = RepeatedUnits()
 
 
 def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) -> RepeatedUnits:
-    """Find the repeated units of a search space.
+    """Find the repeated units of a search space, and check that they are alike.
 
     Args:
-        space: the search space of a program that may leave out units.
-        paths: site to the module path that tells its unit. None: the path of the module that issued the site.
+        space: the search space. If its program has all blocks of the model, the result is empty.
+        paths: dict from the name of a site to the module path that tells its unit. None: the path of the module that
+            issued the site.
 
     Raises:
         NotAlikeError: the four units of a repeat are not alike.
@@ -138,9 +161,16 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
 
 
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
-    """Return `paths` with each site of `again` put into the unit of the site that it runs before.
+    """Return a copy of `paths` in which recomputed sites belong to the unit in which they run.
 
-    For example, if the next block reads a value, the value is recomputed while the backward of that block runs.
+    Each recomputed site belongs to the unit of the next site in the program that is not recomputed. For example, a
+    value may be recomputed in the backward of the next block. The site then gets the path of the same module in the
+    next block. The path is "" if the next site is in no repeated block.
+
+    Args:
+        space: the search space.
+        paths: module path by the name of each site.
+        again: names of the recomputed sites.
     """
     found, before = dict(paths), ""
     for name in reversed(list(space.sites)):
@@ -153,7 +183,10 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
 
 
 def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
-    """Return `representatives` with the sites at one place of all units tied to one representative."""
+    """Return a copy of `representatives` in which the four sites of each place share one representative.
+
+    `representatives` is a dict from each site to the site whose strategy it takes (`fold_blocks`).
+    """
     merged: dict[str, str] = {}
 
     def last(name: str) -> str:
@@ -168,12 +201,26 @@ def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str
 
 
 _Relation = tuple[int, int, tuple[int, int] | str]
-"""Operand, result, and source: a pair of (difference of units, place), or the name of a site outside the units."""
+"""The facts of a link into a site that must agree between units: (operand, result, source).
+
+The source is the pair (unit of the source minus unit of the reader, place of the source). For a source outside of the
+units it is the name of the site.
+"""
 
 
 @dataclass(slots=True)
 class _Units:
-    """The four units of one repeat, checked to be alike."""
+    """The four units of one repeat. The constructor checks that they are alike.
+
+    Args:
+        space: the search space.
+        number: index of the repeat in `Program.repeats`.
+        repeat: the repeat.
+        paths: module path by the name of each site.
+        columns: for each unit, the names of its sites in program order.
+        spots: position of each site of the units, by name.
+        incoming: for each site of the program, the links into it with their indices.
+    """
 
     space: SearchSpace
     number: int
@@ -196,7 +243,7 @@ class _Units:
             self._check_links(names)
 
     def _columns(self) -> Iterator[list[str]]:
-        """Return the sites of each unit, in program order."""
+        """Yield, for each of the four units, the names of its sites in program order."""
         columns: list[list[str]] = [[] for _ in self.repeat.units]
         forms: list[list[object]] = [[] for _ in self.repeat.units]
         for name, site in self.space.sites.items():
@@ -219,8 +266,10 @@ class _Units:
         return found
 
     def _check_links(self, names: Sequence[str]) -> None:
-        """Check that the sites at one place read alike values. The outer units n and m may read anything beyond the
-        four units.
+        """Raise `NotAlikeError` unless the four sites `names` of one place read values from corresponding sources.
+
+        Unit n may read any value in place of a value that unit a reads from n. Unit m may read any value in place of a
+        value that unit b reads from m.
         """
         first, ahead, behind, last = map(self._relations, names)
         outer_ok = _agree(first, ahead, step=-1) and _agree(last, behind, step=1)
@@ -228,11 +277,11 @@ class _Units:
             raise NotAlikeError(f"{', '.join(names)} of alike blocks do not read alike values")
 
     def sites(self) -> list[AlikeSites]:
-        """Return the sites of the units, place by place."""
+        """Return the four sites of each place, in the order of the places."""
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
-        """Return the links into the units, place by place."""
+        """Yield the four corresponding links for each operand of each place, in the order of the places."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
@@ -241,7 +290,16 @@ class _Units:
                 yield AlikeLinks(indices, indices[standing], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], tuple[str, ...]]]:
-        """Return the places of each pair of neighbouring runs, and the sites of the later run."""
+        """Yield a pair for each run of unit a or b that directly follows the same run of the other unit.
+
+        The pair has the places of the run's sites, and the names of these sites in the later of the two units.
+
+        Args:
+            order: index of each site in the program.
+
+        Raises:
+            NotAlikeError: a run of one unit does not follow the same run of the other unit.
+        """
         names = [name for name in (*self.columns[AHEAD], *self.columns[BEHIND]) if not self.space.sites[name].is_input]
         names.sort(key=order.__getitem__)
         runs: list[list[str]] = []
@@ -262,8 +320,15 @@ class _Units:
 
 
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
-    """Whether two sites read alike values, leaving out the values that the inner site reads from `step` units further
-    on.
+    """Whether a site of an outer unit (n or m) reads from sources that correspond to those of the same site in a or b.
+
+    A source of the inner site that is `step` units away is not compared. For the outer site it would lie outside of the
+    four units.
+
+    Args:
+        outer: the links into the outer site.
+        inner: the links into the inner site.
+        step: -1 for the units n and a, 1 for m and b.
     """
     if len(outer) != len(inner):
         return False

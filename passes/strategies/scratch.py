@@ -1,4 +1,4 @@
-"""Emit the local form of one call into a graph of its own, to price its nodes."""
+"""Emit the calls that each rank runs for one traced call into a graph of their own, to price them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from passes.strategies.local_tracer import LocalTracer
 
 
 def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
-    """Return the graph of a call's local form under a strategy. A value that is used twice as operand has two
-    placeholders.
+    """Return a graph with the calls that each rank runs for the call of `site` under `strategy`.
+
+    The graph has one placeholder for each operand, so a value that is two operands has two placeholders.
     """
     assert site.node is not None
     graph = fx.Graph()

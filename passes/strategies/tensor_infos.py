@@ -1,4 +1,4 @@
-"""Shapes and types of nodes' values, for the cost models."""
+"""Describe the values of fx nodes as `TensorInfo` (shape, bytes per element, dtype), which the cost models take."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from passes.strategies.operator_names import dtype_name
 
 
 def tensor_info(value: Tensor) -> TensorInfo:
-    """Shape and type of a value."""
+    """Return the description of one tensor."""
     return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))
 
 
 def operand_infos(node: fx.Node) -> list[TensorInfo]:
-    """Shapes and types of a call's operands."""
+    """Return the descriptions of a call's tensor operands, in order."""
     return [tensor_info(operand.meta["val"]) for operand in operands_of(node)]
 
 
 def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """Shapes and types of a call's operands, and of its results."""
+    """Return the descriptions of a call's tensor operands, and of its tensor results, each in order."""
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else (value,)
     return operand_infos(node), [tensor_info(item) for item in values if isinstance(item, Tensor)]

@@ -1,7 +1,7 @@
-"""Memory that an operator takes during its call, beside operands and results, for the operators that take much.
+"""Count the temporary memory of operators that need much of it during their call, beside operands and results.
 
-Expert layers sort rows by expert and keep intermediate values. Ring attention keeps keys and values of other ranks. All
-other operators are counted by operands and results alone.
+Expert layers sort rows by expert and keep intermediate values. Ring attention keeps keys and values of other ranks. The
+temporary memory of all other operators is counted as zero.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from passes.strategies.tensor_infos import operand_infos
 
 
 def has_workspace(node: fx.Node) -> bool:
-    """Whether the workspace of a call is counted."""
+    """Whether a formula for the temporary memory of a call's operator exists."""
     return _count_of(node.target) is not None
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """The most bytes beside operands and results while a call runs, whose operands are local values."""
+    """Return the peak bytes of temporary memory during a call of a lowered program; 0 if there is no formula."""
     return workspace_of(node, operand_infos(node)) if has_workspace(node) else 0
 
 
 def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
-    """The same for a call that has a workspace, with operands of other sizes."""
+    """Return the peak bytes of temporary memory of a call if its tensor operands were `operands`.
+
+    The operator of the call must have a formula (`has_workspace`).
+    """
     count = _count_of(node.target)
     assert count is not None, "the call has a workspace"
     arguments = tuple(fx.map_arg(node.args, lambda argument: None))
@@ -37,5 +40,5 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """The formula of an operator, if there is one; cached, since walks need it at every node."""
+    """Return the formula of an operator, or None. The cache is for walks over programs, which ask at every node."""
     return WORKSPACE_BYTES.get(str(target))

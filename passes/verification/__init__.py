@@ -1,1 +1,1 @@
-"""Proves that a lowered program computes the results of the traced program, without using any code of lowering."""
+"""Proves that a lowered program computes the results of the traced program. No code is shared with lowering."""

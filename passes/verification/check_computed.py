@@ -1,4 +1,4 @@
-"""Checks that a graph computes each value before its readers. Rewrites that go node by node rely on it."""
+"""Checks that a graph computes each value before its readers, because rewrites that go node by node rely on this."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.errors import VerificationError
 
 
 def check_computed(graph: fx.Graph) -> None:
-    """Check the order of a graph.
+    """Check that each node of a graph comes after its operands.
 
     Raises:
         VerificationError: a node reads a value before it is computed; the message names both.

@@ -1,14 +1,15 @@
-"""Find the values that a model branches on for a whole batch, from its micro-batches (the parts).
+"""Compute the values that a model branches on for a whole batch from its micro-batches, which are called parts.
 
-`if mask.all():` may be true of one part and false of the batch. A traced program has a graph that computes such values
-from its inputs: the guards. The values of the batch follow in three steps:
+`if mask.all():` may be true of one part and false of the batch. A traced program has a graph that computes these values
+from its inputs: the guards. The values for the batch are computed in three steps:
 
 1. Each part computes the guards' reductions over its samples: `mask.sum()`, `mask.all()`, `x.max()`.
-2. The results of all parts are reduced to the results of the batch: sums are added, of minima the least is taken.
+2. The results of all parts are reduced to the results of the batch. For example, sums are added, and the least of all
+   minima is taken.
 3. The rest of the graph is computed from these results. A sum may be compared with a number that grows with the batch:
    `mask.sum() == 24` for one part, `== 48` for two. Then the sum is first divided by the number of parts.
 
-A graph of any other form has no such steps, and the result is None.
+If the graph of the guards has no such form, the batch's values cannot be computed from the parts.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _COMPARISONS = (*(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar
 def combine_branches(
     part: Program, twins: Mapping[fx.Node, fx.Node], states: Mapping[fx.Node, Sequence[State]]
 ) -> Branches | None:
-    """Return the graphs that compute a batch's branches from its parts, or None if the parts do not determine them.
+    """Return the graphs that compute the values a batch branches on from its parts; None if this is impossible.
 
     Args:
-        part: the program of one micro-batch.
-        twins: each node of the guards, with the same node in the guards of a program for twice as many samples.
-        states: for each node of the guards, how its results depend on the samples.
+        part: the program of one micro-batch, with guards.
+        twins: for each node of the guards, the same node in the guards of a program for two micro-batches at once.
+        states: for each node of the guards, the state of each of its results.
     """
     assert part.guard_program is not None, "the program has guards"
     nodes = list(part.guard_program.graph.nodes)
@@ -90,7 +91,11 @@ def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> b
 
 
 def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:
-    """Whether a call has the same numbers for any batch, or compares a sum with a number that grows with the batch."""
+    """Whether a call can be computed for the whole batch.
+
+    Its literals must not depend on the batch size. The exception is a comparison of a sum over the batch with a number
+    that grows with the batch.
+    """
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     ours, theirs = _numbers(node), _numbers(twins[node])
@@ -105,7 +110,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 
 
 def _between(first: Sequence[fx.Node], last: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that compute `last` from `first`, in the order of the graph, without `first`."""
+    """Return the nodes that compute `last` from `first`, in the order of the graph; nodes of `first` are left out."""
     found, waiting = set[fx.Node](), list(last)
     while waiting:
         node = waiting.pop()

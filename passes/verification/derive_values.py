@@ -1,19 +1,21 @@
-"""Derives, for each value of a lowered program, the traced value and the spec that it represents.
+"""Derives, for each value of a lowered program, the traced value that it holds, and under which spec.
+
+A local value *holds* a traced value under a spec if it is the rank's piece of the traced value under this spec.
 
 The derivation is an induction over the traced program (translation validation: Pnueli, Siegel, Singerman 1998). It uses
 neither the plan nor the metadata of the lowered program:
 
-1. A placeholder holds the value of its slot, a constant the equal constant of the trace.
-2. Suppose a value is held under a spec, and the lowered program makes a reshard step from that spec, exactly as
-   `autoshard.ir.emit` defines it. Then the value is also held under the step's target spec.
+1. A placeholder holds the value of its slot. A constant holds the equal constant of the traced program.
+2. Suppose a value is held under a spec, and the lowered program makes a reshard step from this spec, exactly as
+   `autoshard.ir.emit` defines the step. Then the value is also held under the step's target spec.
 3. Suppose the operands of a traced call are held under the specs of a strategy of the operator's rule. Suppose the
-   lowered program makes the call's local form on them, exactly as `autoshard.rules.emit_local` defines it. Then the
-   call's results are held under the strategy's specs.
+   lowered program makes the calls on them that `autoshard.rules.emit_local` defines for this strategy. Then the results
+   of the traced call are held under the strategy's specs.
 
-Steps and local forms are recorded once for all equal calls (`local_forms`) and then looked up.
+The calls of each definition are recorded once as a `LocalForm`, and then looked up in the lowered program.
 
 Several local values may hold one traced value under one spec, and a definition may read any of them. They are equal, or
-addends of one sum, in which a strategy is linear. Specs are stored without axes of size one.
+addends of one sum in which the strategy is linear. Specs are stored without axes of size one.
 """
 
 from __future__ import annotations
@@ -34,23 +36,24 @@ from passes.preparation.number_values import Numbering, draws_numbers, number_gr
 from passes.verification.local_forms import LocalForms, Numbers, Way, without_single_axes
 
 Holders = dict[PartitionSpec, set[int]]
-"""For each spec, the numbers of the local values that hold one traced value."""
+"""For one traced value: by spec, the value numbers of the local values that hold it under this spec."""
 
 
 @dataclass(slots=True)
 class Derivation:
-    """The state of a derivation.
+    """Derives the values of a lowered program. Values are value numbers (`passes.preparation.number_values`).
 
     Args:
         program: the traced program, in the form that was lowered.
         lowered: the lowered program.
-        forms: the local forms on its mesh.
-        traced, local: value numbers of both programs.
-        ranges: ranges of the traced values.
-        holders: for each traced number, the local values that hold it.
-        covered: the local numbers that are part of some proof.
-        rules: operator to the number of traced calls that rest on its rule.
-        unruled: the first node of each operator that ran whole on every rank for lack of a rule.
+        forms: the local forms on the mesh of the lowered program.
+        traced: the value numbers of the traced program.
+        local: the value numbers of the lowered program.
+        ranges: range of each traced value (`find_ranges`).
+        holders: for each traced value, the local values that hold it, by spec.
+        covered: the local values that are part of some proof.
+        rules: for each operator, the number of traced calls that were derived by its sharding rule.
+        unruled: for each operator without a rule, the first traced call that every rank runs whole.
     """
 
     program: Program
@@ -75,7 +78,7 @@ class Derivation:
         return self.lowered.mesh
 
     def run(self) -> None:
-        """Derive everything that can be derived, starting from corresponding placeholders."""
+        """Fill `holders` with all that can be derived, starting from the placeholders."""
         for number, node in enumerate(self.traced.nodes):
             if node.op == "placeholder":
                 self._hold_placeholder(number)
@@ -85,11 +88,11 @@ class Derivation:
                 self._derive_call(number, node)
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec without axes of size one."""
+        """Return the spec without axes of size one."""
         return without_single_axes(spec, self.mesh)
 
     def specs_of(self, local: int) -> list[tuple[fx.Node, PartitionSpec]]:
-        """The traced values that a local number holds, with their specs."""
+        """Return the traced nodes that the local value with number `local` holds, each with the spec."""
         return [
             (self.traced.nodes[number], spec)
             for number, holders in self.holders.items()
@@ -109,7 +112,10 @@ class Derivation:
             self._hold(number, PartitionSpec(), frozenset({local}))
 
     def _hold(self, number: int, spec: PartitionSpec, found: Numbers) -> None:
-        """Record that `found` hold the traced value under `spec`, and derive further specs through reshards."""
+        """Record that the local values `found` hold traced value `number` under `spec`.
+
+        Then derive the local values that hold it under further specs, through reshards of the lowered program.
+        """
         self.covered |= found
         known = self.holders[number].setdefault(spec, set())
         fresh = found - known
@@ -127,7 +133,10 @@ class Derivation:
     # Calls.
 
     def _derive_call(self, number: int, node: fx.Node) -> None:
-        """Find the local forms of a traced call under every strategy whose operands are held."""
+        """Look up the local forms of a traced call in the lowered program, and record the held results.
+
+        The forms are those of all strategies under whose specs the operands are held.
+        """
         found: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), found.append)  # repeated where a value is used twice
         holders = [self.holders[self.traced.numbers[operand]] for operand in found]
@@ -140,7 +149,10 @@ class Derivation:
             self.unruled.setdefault(str(node.target), node)
 
     def _derive_way(self, number: int, node: fx.Node, way: Way, holders: list[Holders]) -> bool:
-        """Whether the lowered program makes the call in this way. Its results are then recorded."""
+        """Return whether the lowered program makes the calls of `way`; record the held results if it does.
+
+        `holders` has the local values that hold each operand.
+        """
         held = [frozenset(specs[spec]) for specs, spec in zip(holders, way.inputs, strict=True)]
         draw = self.traced.draw_of(number) if draws_numbers(node.target) else 0
         values = way.form.find(self.local, held, draw)
@@ -154,7 +166,7 @@ class Derivation:
         return True
 
     def _results(self, number: int, node: fx.Node) -> list[int | None]:
-        """The numbers of a call's results; None for a result that the trace does not read."""
+        """Return the traced value number of each tensor result of a call; None for a result that nothing reads."""
         if isinstance(node.meta["val"], torch.Tensor):
             return [number]
         values = tensor_values(node)

@@ -1,4 +1,4 @@
-"""Expands `addmm(bias, a, b)` into `add(mm(a, b), bias)`, so that phases can be compared with their source."""
+"""Expands `addmm(bias, a, b)` into `add(mm(a, b), bias)`, so that a phase can be compared with the uncut program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _aten = torch.ops.aten
 
 
 def expand_biases(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Separate each product from its bias; return the graph itself if nothing changes."""
+    """Return a copy of a graph with `mm` and `add` in place of each `addmm`; the graph itself if it has none."""
     if not any(node.target is _aten.addmm.default and not node.kwargs for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()

@@ -1,4 +1,7 @@
-"""Expands a bucket into single updates, so that it can be compared with its source."""
+"""Expands a call that updates many parameters into one update for each, so that graphs can be compared.
+
+It inverts `passes.lowering.bucket_updates`, whose joined calls are called buckets here.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ _TRITON_ADAM = "autoshard::triton_adam_updates_"
 
 
 def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph with each bucket expanded into updates; return the graph itself without buckets.
+    """Return a copy of a graph with single updates in place of each bucket; the graph itself if it has no buckets.
 
     Raises:
-        VerificationError: a bucket's numbers of gradients or state tensors and of parameters differ.
+        VerificationError: a bucket has not as many gradients, or state tensors of a kind, as parameters.
     """
     ones = {node: one for node in graph_module.graph.nodes for one in (_one_of(node),) if one is not None}
     if not ones:
@@ -49,7 +52,7 @@ def _write_out(graph: fx.Graph, node: fx.Node, one: Any, copies: Mapping[fx.Node
 
 
 def _one_of(node: fx.Node) -> Any:
-    """The update of one parameter for a bucket's call; None for any other node."""
+    """Return the operator that updates one parameter, if `node` updates many; None for any other node."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.name == _TRITON_ADAM:
         return torch.ops.autoshard.adam_update_.default

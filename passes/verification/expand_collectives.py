@@ -1,9 +1,11 @@
-"""Expands a bucket into single collectives, so that it can be compared with its source.
+"""Expands a bucket into single collectives, so that a graph with buckets can be compared with the graph without.
 
 Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. The
-values `a` and `b` are packed. The collective reduces elements at equal indices, so a part of its result equals the same
-collective of the packed value alone. A reduce-scatter packs values side by side in rows, and an all-gather returns such
-rows. A bucket of another form, or with other readers, is not expanded. It then matches no call of the source.
+collective reduces elements at equal indices. So each part of its result equals the collective of `a` or `b` alone. For
+a reduce-scatter, values are joined side by side in one row for each rank. An all-gather returns such rows.
+
+A bucket of another form, or with other readers, is not expanded. The comparison then fails, because it matches no call
+of the graph without buckets.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten
 _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default
-"""Calls that split a bucket's result: by views, or by copies out of gathered rows."""
+"""Operators that split a bucket's result. The first makes views; the second copies values out of gathered rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedCollective:
-    """A collective of values packed into a buffer.
+    """A bucket: one collective of several joined values.
 
     Args:
-        started: the collective.
-        values: the packed values.
-        shapes: shapes of the results, one for each value.
-        inner: the nodes between the values and the split of the result.
+        started: the node that starts the collective.
+        values: the joined values.
+        shapes: for each value, the shape of its collective's result.
+        inner: the nodes between the values and the call that splits the result, which the expansion removes.
     """
 
     started: Any
@@ -46,10 +48,10 @@ class _PackedCollective:
 
 
 def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Replace each bucket by single collectives; return the graph itself without buckets.
+    """Return a copy of a graph with single collectives in place of each bucket; the graph itself without buckets.
 
     Raises:
-        VerificationError: a node reads a bucket's result in another way than by index and reshape.
+        VerificationError: a node reads a bucket's split result in another way than by `getitem` and then `view`.
     """
     found = ((node, _bucket_of(node)) for node in graph_module.graph.nodes)
     buckets = {node: bucket for node, bucket in found if bucket is not None}
@@ -57,7 +59,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bucket_of(split: fx.Node) -> _PackedCollective | None:
-    """The bucket whose result the call `split` splits into parts, or None."""
+    """Return the bucket whose result the node `split` splits into parts; None if `split` ends no bucket."""
     if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
     received: Any = split.args[0]
@@ -88,7 +90,7 @@ def _bucket_of(split: fx.Node) -> _PackedCollective | None:
 
 
 def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
-    """The shape of the collective's result for a packed value of shape `shape`."""
+    """Return the shape of a collective's result for a single operand of shape `shape`."""
     if started.target is ALL_REDUCE:
         return shape
     ranks: Any = started.args[1]
@@ -96,21 +98,22 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """The dim along which values are packed, as the last argument of a call; absent for dim 0."""
+    """Return the dim along which values are joined, as the last arguments of a call: (1,) for rows, () for dim 0."""
     return (1,) if rows else ()
 
 
 def _operand(node: Any, target: OpOverload) -> Any:
-    """The node operand of a call of `target`; None for any other node."""
+    """Return the first operand of `node` if it is a call of `target`; None otherwise."""
     if not isinstance(node, fx.Node) or node.target is not target or not node.args or node.kwargs:
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
 def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
-    """The flattened values of one type packed in a buffer, or None.
+    """Return the flattened values that `packed` joins, or None if it is no bucket's `cat` of values of one dtype.
 
-    `rows` is the number of rows of each, for a reduce-scatter.
+    `rows` has the number of ranks for a reduce-scatter, in which each value has one row for each rank. It is empty for
+    other collectives.
     """
     if packed.target is not _aten.cat.default or packed.args[1:] != _dims(rows) or packed.kwargs:
         return None
@@ -124,12 +127,14 @@ def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
 
 @dataclass(slots=True)
 class _Expanding:
-    """Copies a graph without its buckets.
+    """Builds the copy of a graph with single collectives in place of buckets.
 
     Args:
         graph: the graph.
-        buckets: buckets by the call that splits their result.
-        parts: for each part of a bucket's result, the packed value that it belongs to.
+        buckets: each bucket, by the node that splits its result.
+        made: the copy.
+        copies: node of the copy by node of the graph.
+        parts: for each node that selects a part of a bucket's result, the joined value that the part belongs to.
     """
 
     graph: fx.Graph
@@ -139,7 +144,7 @@ class _Expanding:
     parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Copy the graph with single collectives in place of buckets."""
+        """Return the copy."""
         inner = frozenset().union(*(bucket.inner for bucket in self.buckets.values())) | self.buckets.keys()
         for node in self.graph.nodes:
             self._check(node)
@@ -162,7 +167,7 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """The packed value that a part of a bucket's result belongs to."""
+        """Return the joined value to which `part`, a selected part of a bucket's result, belongs."""
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):
@@ -170,7 +175,7 @@ class _Expanding:
         return bucket.values[index]
 
     def _collective(self, shaped: fx.Node) -> fx.Node:
-        """Emit the single collective in place of a reshaped part of a bucket's result."""
+        """Emit the single collective, and its wait, in place of `shaped`, a reshaped part of a bucket's result."""
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]
         if shaped.args[1:] != (bucket.shapes[part.args[1]],) or shaped.kwargs:

@@ -1,8 +1,10 @@
-"""Expands kernels into the calls that they replace, so that a fused program can be compared with its source.
+"""Expands kernels into the calls that they replace, so that a program with kernels can be compared with one without.
 
 Before → after: `triton_gated(gate, up, "silu")` → `mul(silu(gate), up)`; `triton_layer_norm(x, ...)` →
-`native_layer_norm(x, ...)`; a generated kernel → its group's calls. `meta["form"]` names one of a fused kernel's forms.
-The kernel computes every form, so a wrong name can make a comparison fail, never succeed.
+`native_layer_norm(x, ...)`; a generated kernel → the calls of its group.
+
+A fused kernel has several forms: ways to write its computation as calls. `meta["form"]` is the index of the form to
+expand to. The kernel computes every form, so a wrong index can make a comparison fail, but never succeed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from autoshard.kernels.registry import FUSED, KERNELS
 from autoshard.tracing.copy_node import copy_node
 
 FORM = "form"
-"""Key of a fused kernel's metadata with the index of its form."""
+"""Metadata key of a fused kernel's call: the index of its form in `FusedKernel.forms`."""
 
 STANDS_FOR = "stands_for"
-"""Key of a kernel's metadata with the names of the replaced nodes, if there are several."""
+"""Metadata key of a kernel's call: the names of the nodes that it replaces. A kernel for a single operator has none."""
 
 _FUSED = {kernel.operator: kernel for kernel in FUSED}
 _ORIGINALS: dict[OpOverload, OpOverload] = {
@@ -37,13 +39,13 @@ _ORIGINALS: dict[OpOverload, OpOverload] = {
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node calls a kernel in place of other calls."""
+    """Whether a node calls one of our kernels, which `expand_kernels` expands."""
     is_fused = node.target in _FUSED and FORM in node.meta
     return is_fused or node.target in _ORIGINALS or generated_kernel(node.target) is not None
 
 
 def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph without kernels, as a new graph.
+    """Return a copy of a graph in which the replaced calls stand in place of each kernel.
 
     Raises:
         VerificationError: a kernel's arguments do not fit its form, or a node reads a value before its computation.
@@ -83,7 +85,14 @@ def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:
 def _write_group(
     group: Group, graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Expand a generated kernel into its group's calls; return their results."""
+    """Append the calls of a generated kernel's group to `graph`, and return the nodes of the kernel's results.
+
+    Args:
+        group: the calls that the kernel computes.
+        graph: the copy that is being built.
+        node: the kernel's call.
+        environment: node of the copy by node of the original graph.
+    """
     if len(node.args) != len(group.operands) or not all(isinstance(item, fx.Node) for item in node.args):
         raise VerificationError(
             f"node {node.name!r} calls {node.target} with {node.args}; it takes {len(group.operands)} operands."
@@ -98,7 +107,10 @@ def _write_group(
 
 
 def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, ...]:
-    """Expand a fused kernel into its form's calls; return their results."""
+    """Append the calls of a fused kernel's form to `graph`, and return the nodes of the kernel's results.
+
+    A result that the form does not compute is None. The arguments are as in `_write_group`, without the group.
+    """
     target: Any = node.target
     kernel = _FUSED[target]
     form = kernel.forms[node.meta[FORM]]

@@ -1,10 +1,12 @@
-"""Local forms of calls and reshards: straight-line code that is looked up in a lowered program.
+"""Local forms of traced calls and reshards: the sequences of calls to look up in a lowered program.
 
-Rules and reshards are defined by the calls that they emit into a graph (`autoshard.rules.emit_local`,
-`autoshard.ir.emit`). These calls depend only on the operator, its literals, the shapes and types of its operands, and a
-strategy. So each definition is emitted once, and stored as a `LocalForm`. A form numbers its operands first, then its
-calls. Such a number is a *place*, and the form's calls name their operands by places. Equal blocks of a model are
-proven with the same forms, and the verifier needs no second description of any definition.
+A sharding rule and a reshard step are each defined by the calls that they emit into a graph
+(`autoshard.rules.emit_local`, `autoshard.ir.emit`). The emitted calls depend only on the operator, its literals, the
+shapes and dtypes of its operands, and the strategy. So each definition is emitted once, and stored as a `LocalForm`.
+Equal blocks of a model are proven with the same forms. The verifier needs no second description of any definition.
+
+A form numbers its operands first, and then its calls. Such a number is a *place*. The calls of a form name their
+operands by places.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
-"""Equivalent local values, by number."""
+"""Value numbers of local values, any of which may be the operand in question."""
 
 Held = tuple[frozenset[PartitionSpec], ...]
-"""For each operand of a call, the specs under which it is held."""
+"""For each operand of a traced call, the specs under which local values hold it."""
 
 _aten = torch.ops.aten
 
@@ -48,17 +50,20 @@ _OPENINGS = {
     ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
     ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
 }
-"""The operators with which each step may begin, so that steps without such a reader need no search."""
+"""The operators with which the emitted calls of each kind of reshard step may begin.
+
+A step is looked up only if one of these operators reads the value.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One call of a form.
+    """One call of a local form.
 
     Args:
-        key: the call's operator and arguments, with places as operands.
+        key: the call's operator and arguments (`call_key`), with places as operands.
         places: the places that the call reads.
-        is_drawn: whether it draws random numbers, so that only their order separates equal calls.
+        is_drawn: whether the call draws random numbers. Equal calls that draw are told apart by their order.
     """
 
     key: Key
@@ -66,7 +71,13 @@ class Line:
     is_drawn: bool
 
     def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
-        """The equivalent values of a program that this call on `values` computes. `draw` counts equal random calls."""
+        """Return the value numbers of the program's calls that are this call.
+
+        Args:
+            local: the value numbers of the program.
+            values: for each place, the numbers of the program's values at this place.
+            draw: for a call that draws random numbers, the number of equal calls before it.
+        """
         return local.find((*self.key, draw) if self.is_drawn else self.key, self.places, values)
 
 
@@ -76,8 +87,8 @@ class LocalForm:
 
     Args:
         operands: number of operands.
-        lines: its calls.
-        results: for each result its place, or the line that selects it from a tuple.
+        lines: the calls, in order.
+        results: for each result its place, or the call that selects the result from a tuple.
     """
 
     operands: int
@@ -85,7 +96,13 @@ class LocalForm:
     results: Sequence[int | Line]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """The values of all places if the program makes these calls on the operands `held`, else None."""
+        """Return the program's values at all places; None if the program does not make all calls of the form.
+
+        Args:
+            local: the value numbers of the program.
+            held: for each operand, the numbers of the program's values that may be this operand.
+            draw: for a form that draws random numbers, the number of equal calls before it.
+        """
         values = list(held)
         for line in self.lines:
             found = line.find(local, values, draw)
@@ -95,16 +112,19 @@ class LocalForm:
         return values
 
     def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
-        """The local values of one result, given the `values` of all places; empty if nothing selects it."""
+        """Return the program's values that are result number `index`; empty if no call of the program selects it.
+
+        `values` are the program's values at all places, as `find` returns them.
+        """
         place = self.results[index]
         return values[place] if isinstance(place, int) else place.find(local, values)
 
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """The place that a proxy of `_Recording` represents.
+    """Stands for the fx node of a proxy of `_Recording`, and has the proxy's place.
 
-    Emitters inspect `args` and `meta` of a new node to infer its fake value; here they find nothing to infer.
+    Emitters read `args` and `meta` of a new node to compute its fake value. Here both are empty, so they compute none.
     """
 
     index: int
@@ -113,7 +133,7 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """Records the calls of a definition, with places as operands."""
+    """A tracer that records the calls of a definition as `Line`s, instead of adding nodes to a graph."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()
@@ -123,7 +143,7 @@ class _Recording(TracerBase):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Proxy:
-        """Add a line for a call, and return a proxy for its place."""
+        """Record a call, and return a proxy that stands for its result."""
         key = call_key(kind, target, args, kwargs, place_of)
         self.lines.append(Line(key, tuple(operands_of(key)), draws_numbers(target)))
         return self._proxy(len(self.operands) + len(self.lines) - 1)
@@ -133,7 +153,7 @@ class _Recording(TracerBase):
 
 
 def place_of(value: Proxy | fx.Node) -> int:
-    """The place of a proxy or node of a recording."""
+    """Return the place that a proxy of a recording, or the node of such a proxy, stands for."""
     found = value.node if isinstance(value, Proxy) else value
     assert isinstance(found, _ProxyMeaning), "only proxies of a recording are passed to definitions"
     return found.index
@@ -141,7 +161,13 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to compute a call: its form, and specs of operands and results without axes of size one."""
+    """One way to compute a traced call on local values.
+
+    Args:
+        inputs: specs of the operands, without axes of size one.
+        outputs: specs of the results, without axes of size one.
+        form: the local calls that compute the results from the operands.
+    """
 
     inputs: Sequence[PartitionSpec]
     outputs: Sequence[PartitionSpec]
@@ -150,11 +176,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The ways to compute equal calls on local values.
+    """The ways to compute a traced call on local values, shared by all equal calls.
 
     Args:
-        node: one of the calls.
-        rule: the sharding rule of these calls, None if the operator has none.
+        node: one of the equal calls.
+        rule: the bound rule of the calls; None if the operator has no rule.
         mesh: the mesh.
     """
 
@@ -164,7 +190,7 @@ class CallForms:
     _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
 
     def ways(self, held: Held) -> Sequence[Way]:
-        """The ways to compute the call, given the specs under which its operands are held."""
+        """Return the ways to compute the call from operands that are held under the specs `held`."""
         if held not in self._ways:
             self._ways[held] = list(self._find_ways(held))
         return self._ways[held]
@@ -200,7 +226,7 @@ class CallForms:
 
 @dataclass(frozen=True, slots=True)
 class LocalForms:
-    """The forms of calls and reshards on a mesh, made on demand. Programs may share them.
+    """A cache of the local forms of calls and reshards on a mesh, which several programs may share.
 
     Args:
         mesh: the mesh.
@@ -212,9 +238,10 @@ class LocalForms:
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
-        """The ways to compute a traced call.
+        """Return the ways to compute a traced call.
 
-        They follow from its literals, the shapes and types of its operands, and their `ranges`.
+        Calls with equal operators, literals, and shapes, strides and dtypes of operands share the result. The facts of
+        `ranges` about the operands (finite, not zero) must be equal too.
         """
         key = (*call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type), facts_of(node, ranges))
         if key not in self._calls:
@@ -225,12 +252,13 @@ class LocalForms:
     def of_reshards(
         self, value: torch.Tensor, spec: PartitionSpec, readers: Collection[Any]
     ) -> Iterator[tuple[PartitionSpec, LocalForm]]:
-        """The specs one step away from `spec`, with the form of the step.
+        """Yield each spec that one reshard step makes from `spec`, with a local form of the step.
 
         Args:
-            value: the value of global shape.
-            spec: its spec.
-            readers: operators that read the value's holders. Only steps that begin with one of them are returned.
+            value: the fake value, with global shape.
+            spec: the spec of the value.
+            readers: operators that read the local values that hold the value. Only steps that may begin with one of
+                these operators are yielded.
         """
         is_empty = 0 in value.shape
         if not is_empty and all(openings.isdisjoint(readers) for openings in _OPENINGS.values()):
@@ -257,7 +285,7 @@ class LocalForms:
     def _forms_of_step(
         self, value: torch.Tensor, spec: PartitionSpec, move: Move, after: PartitionSpec
     ) -> Sequence[LocalForm]:
-        """The form of a step that ends a reshard. A slice has a second form, in front of an all-gather."""
+        """Return the local forms of a reshard step. A slice has two: alone, and when an all-gather follows it."""
         key = (value.shape, value.dtype, spec, move)
         if key not in self._steps:
             step = self._step(move, spec, after)
@@ -273,7 +301,7 @@ class LocalForms:
         return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
 
     def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
-        """The form of the first step, if all `steps` are emitted together."""
+        """Return the local form of the first of `steps`, if all of them are emitted as one reshard."""
         recording = _Recording(1)
         reached: list[int] = []
 
@@ -286,7 +314,7 @@ class LocalForms:
 
 
 def without_single_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """The spec without axes of size one."""
+    """Return a spec without the mesh axes of size one."""
     if all(size > 1 for _, size in mesh.axes):
         return spec
     real = {axis for axis, size in mesh.axes if size > 1}

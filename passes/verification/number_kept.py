@@ -1,8 +1,10 @@
-"""Numbers the calls that save rows of experts for the backward, for a joint program that saves none.
+"""Teaches a value numbering that expert layers which save their received rows compute the same as layers which do not.
 
-A phase may call `exchanged_experts_keeping` where the joint program calls `exchanged_experts` on the same operands. Its
-first result has the joint call's number. The three other results get new numbers. The backward may take these three, in
-their places only, where the joint program's call has their tokens. It then has the joint call's number.
+`passes.lowering.keep_rows` replaces `exchanged_experts` by `exchanged_experts_keeping` in the forward. This call has
+three further results: the saved rows, first products and counts. The backward's call takes them in place of the tokens.
+The uncut program has neither call. With the added numbers, the first result of the forward's new call equals the result
+of the old call on the same operands. The backward's new call equals the old call on the tokens, if it takes the three
+saved values of the forward's call in their order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ _KEPT = ("rows", "u", "counts")
 
 
 def number_kept(joint: Numbering) -> None:
-    """Add the numbers, and the names of the saved values: `experts_kept_rows` of a call `experts`."""
+    """Add the value numbers of calls that save rows to the numbering of the uncut program.
+
+    The saved values of a call `experts` also get names, such as `experts_kept_rows`, by which a phase lists them.
+    """
     graph, kept = fx.Graph(), dict[Key, list[Key]]()
 
     def add(name: str, key: Key) -> int:

@@ -1,10 +1,14 @@
-"""Turns a buffer that is filled part by part back into packed values, at the collective.
+"""Turns a buffer that is filled part by part back into a `cat` of values, right before the buffer's collective.
 
+It inverts `autoshard.graphs.fill_buckets`, so that `verify_in_place` can compare the graph with the functional graph.
 Before → after: `flat = new_empty(x, [n]); p, q = split_with_sizes(flat, sizes)`, `mm.out(x, y, out=view(p, [k, n]))`,
-`copy_(q, b)`, `all_reduce(flat)` → `a = mm(x, y)`, `all_reduce(cat([reshape(a, [-1]), reshape(b, [-1])]))`. Each part
-of the buffer must be written once, and whole, before the collective, and nothing else may read or write the buffer.
-Other buffers are unchanged and then match no call of the functional graph (`verify_in_place`). `shaped_alike` gives
-buckets of a functional graph the same form, since the packed elements do not depend on earlier shapes.
+`copy_(q, b)`, `all_reduce(flat)` → `a = mm(x, y)`, `all_reduce(cat([reshape(a, [-1]), reshape(b, [-1])]))`.
+
+Each part of the buffer must be written once, and whole, before the collective. Nothing else may read or write the
+buffer. Any other buffer stays as it is. The comparison then fails, because its calls are not in the functional graph.
+
+`shaped_alike` brings the buckets of the functional graph into the same form. Views of a value in front of the bucket do
+not change the order of its elements, so they are left out in both graphs.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ _IN_ORDER = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.defau
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A buffer and its writers.
+    """A buffer that is filled part by part.
 
     Args:
-        buffer: the buffer.
-        writers: the calls that write its parts, in the order of the parts.
-        inner: the calls that make its parts.
+        buffer: the node that allocates the buffer.
+        writers: the calls that write the buffer's parts, in the order of the parts.
+        inner: the nodes that the rewrite removes: the buffer, its parts, and the copies or views that write to them.
     """
 
     buffer: fx.Node
@@ -47,7 +51,7 @@ class _Filled:
 
 
 def pack_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Pack the filled buffers of a graph; return the graph itself without buffers."""
+    """Return a copy of a graph with a `cat` in place of each filled buffer; the graph itself if it has no buffers."""
     graph = graph_module.graph
     places = {node: place for place, node in enumerate(graph.nodes)}
     buffers = graph.find_nodes(op="call_function", target=_aten.new_empty.default)
@@ -56,7 +60,10 @@ def pack_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Shape bucket members only in the bucket, in the form of `pack_buckets`."""
+    """Return a copy of a functional graph in which each bucket has the form that `pack_buckets` gives buffers.
+
+    A member is then reshaped once, in the bucket, from its value before all views.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph_module.graph.nodes:
         rows = _rows_of(node) if any(map(_is_reduction, node.users)) else None
@@ -69,7 +76,10 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rows_of(packed: fx.Node) -> list[int] | None:
-    """The rows of a bucket's members, for a reduce-scatter; None for a call that packs nothing."""
+    """Return the rows of a bucket's members: [ranks] for a reduce-scatter, [] for an all-reduce.
+
+    The result is None if `packed` is no `cat` of flattened values.
+    """
     if packed.target is not _aten.cat.default or packed.kwargs:
         return None
     flat: Any = packed.args[0]
@@ -96,7 +106,14 @@ def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> f
 
 
 def _filled(buffer: fx.Node, places: Mapping[fx.Node, int]) -> dict[fx.Node, _Filled]:
-    """The filled form of a buffer, by its collective; empty unless each part is written once before."""
+    """Return a dict from the collective of a buffer to the filled buffer.
+
+    The dict is empty unless each part of the buffer is written once, and whole, before the collective.
+
+    Args:
+        buffer: the node that allocates the buffer.
+        places: index of each node in the graph.
+    """
     splits = [user for user in buffer.users if user.target is _SPLIT]
     sent = [user for user in buffer.users if _is_reduction(user)]
     if (len(splits), len(sent), len(buffer.users), len(buffer.args), len(buffer.kwargs)) != (1, 1, 2, 2, 0):
@@ -121,8 +138,12 @@ def _is_part(node: fx.Node, index: int) -> bool:
 
 
 def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
-    """The call that writes all of a part, with values of the type of `like`, if nothing else reads or writes the
-    part.
+    """Return the call that writes a part of a buffer, or None if the part is not written once, whole, by one call.
+
+    Args:
+        part: the part.
+        shape: shape of the part.
+        like: a value with the dtype and device of the buffer.
     """
     if len(part.users) != 1:
         return None
@@ -139,7 +160,7 @@ def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
 
 
 def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a value has this shape, and the type of `like`."""
+    """Whether a value has the shape `shape`, and the dtype and device of `like`."""
     one, other = value.meta.get("val"), like.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
@@ -147,7 +168,7 @@ def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
 
 
 def _bucket(graph: fx.Graph, item: _Filled, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Pack the values that fill a buffer."""
+    """Emit the `cat` of the values that fill a buffer, and return it."""
     values = [node.args[1] if node.target is _aten.copy_.default else node for node in item.writers]
     shape: Any = item.buffer.args[1]
     made = _cat(graph, [copies[_in_any_shape(value)] for value in values], shape[:-1])
@@ -161,12 +182,12 @@ def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """The packing dim as an argument."""
+    """Return the dim along which values are joined, as the last arguments of a call: (1,) for rows, () for dim 0."""
     return (1,) if rows else ()
 
 
 def _in_any_shape(value: Any) -> Any:
-    """The earliest value with the same elements in the same order."""
+    """Return the first value from which `value` is made by calls of `_IN_ORDER` alone."""
     while value.target in _IN_ORDER and not value.kwargs:
         value = value.args[0]
     return value

@@ -1,4 +1,7 @@
-"""Places of samples in a batch: `x[arange(len(x)), y]` reads of each sample its own values."""
+"""Find calls that read or write each sample of a batch at its own index, such as `x[arange(len(x)), y]`.
+
+In such a call a micro-batch may count its samples from zero, although they have other indices in the batch.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,24 @@ _FROM_ZERO = (("start", 0), ("step", 1))
 
 
 def counts_from_zero(node: fx.Node) -> bool:
-    """Whether a call counts 0, 1, 2, ..."""
+    """Whether a call is an `arange` that counts 0, 1, 2, ..."""
     return node.target in COUNTS and all(argument(node, name) in (None, default) for name, default in _FROM_ZERO)
 
 
 def _is_beside(state: State, dim: int) -> bool:
-    """Whether a value is equal in all parts, or has its samples along a dim."""
+    """Whether a value is equal in all parts, or has its samples along dim `dim`."""
     return state == Same() or state == SlicedDim(dim)
 
 
 def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> State | None:
-    """The state of a result that reads or writes each sample at its own place, or None."""
+    """Return the state of the result of a call that reads or writes each sample at its own index.
+
+    The result is None for a call that may read or write other samples.
+
+    Args:
+        node: a call of `READS_AT` or `WRITES_AT`.
+        states: for each node, the state of each of its results.
+    """
     source, indices = node.args[:2]
     assert isinstance(source, fx.Node)
     assert isinstance(indices, Sequence)
@@ -58,7 +68,7 @@ def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> 
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of a call by its name in the schema, or None."""
+    """Return a call's argument by its name in the operator's schema; None if the schema has no such name."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     for position, argument in enumerate(node.target._schema.arguments):

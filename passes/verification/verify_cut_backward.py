@@ -1,7 +1,8 @@
 """Verifies that the two halves of a split backward compute the results of the whole backward.
 
-The whole is numbered (`number_values`). Then the halves are walked; the second starts from the first half's results
-after the sent gradients. Every call must be a call of the whole, and the results must have the same numbers.
+The whole backward gets value numbers (`passes.preparation.number_values`). The calls of the halves are then looked up
+in this numbering. The first half returns the gradients for other stages, and then the values from which the second half
+starts. Every call must be a call of the whole backward, and the results must have the numbers of its results.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from passes.preparation.number_values import Numbering, number_graph
 
 
 def verify_cut_backward(phased: PhasedProgram) -> None:
-    """Prove that the halves together are the backward, if it is split.
+    """Prove that the halves of a program's backward compute its results; do nothing if the backward is not split.
 
     Raises:
         VerificationError: a call or a result differs. The message names it.
@@ -36,7 +37,13 @@ def verify_cut_backward(phased: PhasedProgram) -> None:
 
 
 def _walk(numbering: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int]) -> list[int]:
-    """The numbers of a half's results, given the numbers of its placeholders."""
+    """Return the value numbers of a half's results, and check that each call is a call of the whole backward.
+
+    Args:
+        numbering: the value numbers of the whole backward; the nodes of the half are added.
+        graph_module: the half.
+        inputs: value number of each placeholder of the half.
+    """
     placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
     if len(placeholders) != len(inputs):
         raise VerificationError(f"A half of a backward takes {len(placeholders)} values, and is given {len(inputs)}.")

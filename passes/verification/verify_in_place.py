@@ -1,18 +1,17 @@
 """Verifies that a graph which writes over inputs or into buckets computes the results of the functional graph.
 
-The graph is walked with a model of memory. Every value has a place, shared with its possible aliases, and the number of
-its value in the functional graph (`number_values`). A write gives the written value a new number and makes all other
-values in its place stale. The walk checks that
+The functional graph gets value numbers (`passes.preparation.number_values`). The graph that writes is then walked with
+a model of memory. Every node has a value number and a place in memory, which it shares with its possible aliases. A
+write gives the written node a new number, and makes all other nodes at its place stale. The walk checks that
 
-* no stale value is read or returned;
-* a collective's operand is not written before the wait, because an all-reduce sends views too, on three Gloo ranks or
-  more;
-* every call is a call of the functional graph, and the results have the functional results' numbers;
+* no stale node is read or returned;
+* a collective's operand is not written before the wait. (On three Gloo ranks or more, an all-reduce sends views of it.)
+* every call is a call of the functional graph, and the results have the numbers of its results;
 * only the intended inputs are written.
 
-Tests of kernels show that an in-place operator computes the functional operator's results. Placeholders (parameters,
-state and values of one program) are assumed not to alias each other. Beforehand, buckets of updates are expanded
-(`passes.lowering.bucket_updates`), and filled buckets of gradients are packed.
+Tests of kernels show that an in-place operator computes the results of the functional operator. Placeholders
+(parameters, state and values of one program) are assumed not to alias each other. Before the walk, joined updates of
+parameters are expanded (`expand_buckets`), and filled buckets of gradients become a `cat` again (`pack_buckets`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from passes.verification.pack_buckets import pack_buckets, shaped_alike
 
 _aten = torch.ops.aten
 _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin in IN_PLACE.items()})
-"""The functional operator of each twin in place."""
+"""The functional operator of each in-place operator of ours."""
 
 
 def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
@@ -46,7 +45,8 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
     Args:
         before: the functional graph.
         after: the graph that writes.
-        written: index of a result to index of its overwritten placeholder.
+        written: for each result that is written over an input, the index of the input's placeholder, by the index of
+            the result.
 
     Raises:
         VerificationError: a value is read after it was overwritten, a result has another value or place, or another
@@ -63,13 +63,19 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
 class _WrittenMemory:
     """The content of memory while the graph that writes is walked.
 
+    A place in memory is named by the node that first had a value there.
+
     Args:
-        numbering: the values of the functional graph; a plain clone has its operand's number.
-        content: number of each node's value.
-        places: possible places of a node's value, given as the nodes that first had a value there.
-        versions: number of earlier writes to each place when a node's value was made; `writes` counts all writes so
-            far.
-        sent: number of writes to the places of a collective's operand at its start.
+        before: the functional graph.
+        after: the graph that writes.
+        written: index of the overwritten placeholder, by index of the result.
+        numbering: the value numbers of the functional graph. A plain clone has the number of its operand.
+        content: value number of each walked node.
+        places: for each walked node, the places at which its value may lie.
+        versions: for each walked node and place, the number of writes to the place when the node's value was made. The
+            node is stale if more writes have followed.
+        writes: number of writes to each place so far.
+        sent: for each started collective and place of its operand, the number of writes to the place at the start.
     """
 
     before: fx.GraphModule
@@ -83,7 +89,7 @@ class _WrittenMemory:
     sent: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Walk the graph and check it."""
+        """Walk the graph that writes, and raise `VerificationError` if a check fails."""
         expected = self._number_functional()
         known = len(self.numbering.nodes)
         self.numbering.restart_draws()
@@ -142,9 +148,7 @@ class _WrittenMemory:
         self._write(target, self.content[source])
 
     def _update(self, node: fx.Node) -> None:
-        """Apply an in-place operator: each operand that it writes takes a result of the functional operator, in
-        order.
-        """
+        """Walk an in-place operator. The operands that it writes take the functional operator's results, in order."""
         overwritten = list(written_operands(node))
         operands: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), operands.append)  # repeated where a value is used twice
@@ -167,7 +171,7 @@ class _WrittenMemory:
         self.versions[target] = {place: self.writes[place] for place in self.places[target]}
 
     def _hold(self, node: fx.Node, number: int, shared: frozenset[fx.Node] = frozenset()) -> None:
-        """Record a node's value, in memory of its own or in shared memory."""
+        """Record the value number of a node. Its value lies at the places `shared`, or without them at a new place."""
         self.content[node], self.places[node] = number, shared or frozenset({node})
         self.versions[node] = {place: self.writes.setdefault(place, 0) for place in self.places[node]}
 
@@ -201,12 +205,12 @@ class _WrittenMemory:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call makes a copy and no more."""
+    """Whether a call is a plain `clone`, without a memory format."""
     return node.target is _aten.clone.default and not node.kwargs
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a call writes, by its schema, in order."""
+    """Yield the operands that a call writes by its operator's schema, in order."""
     if isinstance(node.target, torch._ops.OpOverload):
         for argument, operand in zip(node.target._schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):

@@ -1,8 +1,8 @@
-"""Verifies the places of values in host memory.
+"""Verifies that offloaded values are on the host or on the device where their readers expect them.
 
-Value numbering treats copies to the host and back as their operand (`number_values`), so a program's proof covers the
-fetched value. Its place remains to be shown. A call on an accelerator cannot read host memory, and only values on the
-host can be fetched.
+In value numbering (`passes.preparation.number_values`) a copy to the host or back is equal to its operand. So other
+proofs show that a fetched value is right, but not where it is. This check shows that only fetches read values on the
+host, and that every fetched value is on the host.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from autoshard.kernels.offload import from_host, to_host
 
 
 def verify_offload(graph: fx.Graph, held: Collection[fx.Node] = (), kept: Collection[fx.Node] = ()) -> None:
-    """Check each copy to and from the host in a program.
+    """Check each copy to and from the host in a graph.
 
     Args:
-        graph: graph of the program.
-        held: inputs on the host.
-        kept: results that the program may leave there.
+        graph: the graph.
+        held: placeholders whose values are on the host.
+        kept: results that the graph may return on the host.
 
     Raises:
-        VerificationError: another call reads a value on the host, or a value that is not there is fetched.
+        VerificationError: a call other than a fetch reads a value on the host, or a fetched value is not on the host.
     """
     for node in graph.nodes:
         if node.target is to_host or node in held:

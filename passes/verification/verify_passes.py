@@ -1,8 +1,12 @@
 """Verifies each pass of lowering right after it ran, so that an error is attributed to its pass.
 
-The checks of a whole compile (`verify_preparation`, `verify_program`, `verify_phases`) are applied to one step. A
-prepared program must have the results from before the pass, and a lowered program those of the prepared program. A
-program with kernels, and phases, must have those of the lowered program. `AUTOSHARD_VERIFY=each-pass` turns it on.
+`AUTOSHARD_VERIFY=each-pass` turns this on. The checks that verify a whole compile are applied to the input and the
+result of one pass:
+
+* a prepared program must have the results of the pass's input (`verify_preparation`);
+* a lowered program must have the results of the prepared program (`verify_program`);
+* a program with kernels must have the results of the program without, once its kernels are expanded;
+* phases must have the results of the uncut lowered program (`verify_phases`, `verify_cut_backward`).
 """
 
 from __future__ import annotations
@@ -23,7 +27,12 @@ from passes.verification.verify_program import verify_program
 
 
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
-    """Prove that a pass preserved the results of its input, as a `passes.lowering.lowering_options.OnPass`.
+    """Prove that a pass preserved the results of its input. The function can be passed as `LoweringOptions.on_pass`.
+
+    Args:
+        rewrite: the pass.
+        before: the program that the pass got.
+        after: the program that the pass returned.
 
     Raises:
         VerificationError: the results differ. The message names the pass.
@@ -50,7 +59,7 @@ def _verify(before: Any, after: Any) -> None:
 
 
 def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
-    """Check that expanded kernels give the results of the program without them."""
+    """Check that the program `after`, once its kernels are expanded, computes the results of `before`."""
     from passes.verification.expand_kernels import (
         expand_kernels,  # triton is imported only for a program with kernels
     )
@@ -72,7 +81,11 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def verifies_each_pass() -> bool:
-    """Whether AUTOSHARD_VERIFY requests a check after each pass of lowering."""
+    """Whether the environment variable AUTOSHARD_VERIFY requests a check after each pass of lowering.
+
+    Raises:
+        NotAvailableError: the variable has an unknown value.
+    """
     asked = os.environ.get("AUTOSHARD_VERIFY", "")
     if asked not in ("", "each-pass"):
         raise NotAvailableError(f"AUTOSHARD_VERIFY={asked!r} is unknown; set it to 'each-pass', or leave it out.")

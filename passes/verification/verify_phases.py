@@ -1,23 +1,24 @@
-"""Verifies that forward, backward and update programs together are the joint program that they were cut from.
+"""Verifies that the phases of a program together compute the results of the uncut program (the *joint* program).
 
-The joint program is numbered (`number_values`). Then the phases are walked:
+The joint program gets value numbers (`passes.preparation.number_values`), so that equal values have equal numbers. The
+calls of each phase are then looked up in this numbering. Every call must be a call of the joint program.
 
-* The hoisted phase runs before the forward, which takes its results. It may read only parameters, and buffers that the
-  program does not write, and it draws no numbers. So its results are equal for all micro-batches of a step. The update,
-  which writes parameters, runs after all micro-batches (`autoshard.runtime.traced_step`).
-* The forward's placeholders have the numbers of their joint inputs. Every node must make a call of the joint program.
-  The results must be the joint results, then the saved values.
-* The backward starts from the numbers of the saved values, in order, and the tangents.
+* The hoisted phase runs before the forward, which takes its results. It may only read parameters, and buffers that the
+  program does not write, and it draws no random numbers. So its results are equal for all micro-batches of a step. The
+  update, which writes parameters, runs after all micro-batches (`autoshard.runtime.traced_step`).
+* The forward starts from the numbers of the joint inputs. It must return the joint program's outputs and buffer
+  updates, and then the saved values.
+* The backward starts from the numbers of the saved values, in order, and of the tangents.
 * The update starts from the numbers of the carried values and of its inputs.
 
-If all numbers agree, the phases compute the joint program's results, whatever their nodes are called. Values that the
-forward leaves on the host are only fetched from there (`passes.verification.verify_offload`).
+If all numbers agree, the phases compute the joint program's results; names of nodes do not matter. Values that the
+forward leaves on the host may only be fetched from there (`passes.verification.verify_offload`).
 
-Some calls are translated first. Gradients sent in 16 bits are treated as the gradients that they round
+The rewrites of the phases are undone first. Gradients that are sent in 16 bits count as the gradients that they round
 (`widen_reductions`). Native operators count as their semantic operators. Buckets are expanded into collectives
-(`expand_collectives`) and kernels into calls (`expand_kernels`). So phases with kernels are proven up to the kernels,
-whose tests show that they compute the expanded calls. Sums and products match in either order of their operands. Layers
-of experts may save rows for the backward (`number_kept`).
+(`expand_collectives`), and kernels into calls (`expand_kernels`). So the proof does not look into kernels, whose tests
+show that they compute the expanded calls. Sums and products match in either order of their operands. Expert layers may
+save received rows for the backward (`number_kept`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,13 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]) -> list[int]:
-    """The joint numbers of the hoisted results, which depend only on values that all micro-batches share."""
+    """Return the value numbers of the hoisted phase's results, and check that all micro-batches share them.
+
+    Args:
+        phased: the phases.
+        joint: the value numbers of the joint program.
+        inputs: value number of each input of the joint program.
+    """
     written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
     for index in phased.hoisted_inputs:
         slot = phased.lowered.inputs[index].slot
@@ -101,7 +108,10 @@ def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without buckets, narrowed gradients, purposes, and kernels, for which alone triton is imported."""
+    """Return the graph of a phase with the rewrites of lowering undone, as the module's docstring lists them.
+
+    Triton is imported only if the graph has kernels.
+    """
     check_computed(graph_module.graph)
     graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))
     graph_module = _without_purposes(expand_biases(graph_module))
@@ -113,12 +123,15 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rename communicators to their axes; their values do not depend on the name."""
+    """Return a graph in which each communicator is named by its mesh axes alone, without its purpose."""
     return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
 
 
 def _check_parts(phased: PhasedProgram) -> None:
-    """The phases share out the joint program's inputs and outputs: tangents and gradients are the backward's."""
+    """Check that each input and output of the joint program belongs to the phase of its kind.
+
+    For example, tangents must be inputs of the backward, and gradients outputs of the backward.
+    """
     takes = [slot.slot.kind for slot in phased.lowered.inputs]
     gives = [slot.slot.kind for slot in phased.lowered.outputs]
     others = (*_FORWARD_RESULTS, *_UPDATE_RESULTS)
@@ -137,7 +150,7 @@ def _check_parts(phased: PhasedProgram) -> None:
 
 
 def _check_host(phased: PhasedProgram) -> None:
-    """Check that values on the host are fetched in the phase that saves them or in the next."""
+    """Check that only fetches read values on the host, and that the forward alone hands such values to the backward."""
     results, count = _results(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
@@ -149,7 +162,14 @@ def _check_host(phased: PhasedProgram) -> None:
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
-    """The joint numbers of a phase's results, given the numbers of its placeholders."""
+    """Return the value numbers of a phase's results, and check that each call is a call of the joint program.
+
+    Args:
+        joint: the value numbers of the joint program; the nodes of the phase are added.
+        graph_module: the phase.
+        inputs: value number of each placeholder of the phase.
+        phase: name of the phase, for messages.
+    """
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise VerificationError(
@@ -179,13 +199,20 @@ def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: S
 
 
 def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
-    """Check the names of the values that one phase hands to the next, by which the runtime finds them."""
+    """Check that the values that one phase hands to the next are the joint nodes of the listed names, in order.
+
+    Args:
+        names: value number of each joint node, by name.
+        kept: the listed names (`PhasedProgram.saved` or `carried`).
+        found: value numbers of the handed values.
+        phase: name of the phase, for the message.
+    """
     if [names.get(name) for name in kept] != list(found):
         raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that a graph returns."""
+    """Return the nodes that a graph returns; raise `VerificationError` if it returns anything else."""
     results = next(iter(reversed(graph_module.graph.nodes))).args[0]
     if not isinstance(results, (tuple, list)) or not all(isinstance(item, fx.Node) for item in results):
         raise VerificationError(f"a program returns a tuple of its values; found {results!r}.")

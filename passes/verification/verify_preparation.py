@@ -1,8 +1,8 @@
-"""Verifies that the prepared form of a program computes the results of the trace.
+"""Verifies that the prepared form of a program computes the results of the traced program.
 
-Both graphs are numbered in one table (`passes.preparation.number_values`). A fan-out has its operand's number,
-`addmm(bias, a, b)` that of `mm(a, b) + bias`, and the tanh form of gelu that of its written-out calls. Results with
-equal numbers are equal values.
+Both graphs get value numbers in one table (`passes.preparation.number_values`). Nodes with equal numbers compute equal
+values. A fan-out has the number of its operand. `addmm(bias, a, b)` has the number of `mm(a, b) + bias`. The tanh form
+of gelu has the number of its written-out calls. The results of both programs must have equal numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _aten = torch.ops.aten
 
 
 def verify_preparation(traced: Program, prepared: Program) -> None:
-    """Prove that every result of `prepared` is the same expression as in `traced`.
+    """Prove that every result of `prepared` is the same value as in `traced`.
 
     Raises:
-        VerificationError: slots differ, a result is another expression, or a value is read from a wrong place. The
-            message names it and the user's line.
+        VerificationError: the inputs or outputs of the programs differ, a result is another value, or an offloaded
+            value is read in a wrong place. The message names the value and the user's line.
     """
     if traced.inputs != prepared.inputs or _names(traced) != _names(prepared):
         raise VerificationError("preparing the program changed its inputs or the order of its outputs.")
@@ -44,7 +44,7 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
 
 
 def _check_results(program: Program) -> None:
-    """Check that the graph returns the nodes of the slots, in their order."""
+    """Check that the graph returns the nodes that the output slots name, in their order."""
     returned = [str(item) for item in program.graph.output_node().args[0]]  # type: ignore[union-attr]
     named = [slot.node for slot in program.outputs]
     if returned != named:
@@ -76,7 +76,7 @@ def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
 
 
 def _add_split(numbering: Numbering, node: fx.Node) -> None:
-    """Number `addmm(bias, left, right)` as `mm(left, right) + bias`."""
+    """Give a call `addmm(bias, left, right)` the value number of `mm(left, right) + bias`."""
     kind, _, (word, bias, left, right), keywords = numbering.structure(node)
     product = numbering.add(node, (kind, _aten.mm.default, (word, left, right), keywords))
     numbering.add(node, (kind, _aten.add.Tensor, (word, (OPERAND, product), bias), keywords))

@@ -1,15 +1,18 @@
 """Verifies that a lowered program computes the results of the traced program, before it runs.
 
-Trust. The check rests on the sharding rules, on the definitions of reshards and on `derive_values`, an induction over
-them. It reads neither the plan nor the metadata of the lowered program and shares no code with lowering. A node is
-accepted only as part of a definition, matched node by node with all its arguments. So a wrong axis of a collective, a
-missing wait, a wrong offset or a wrong factor leaves a node without a proof. Each such node is an error, even if no
-result depends on it.
+The proof trusts the sharding rules, the definitions of reshards and `derive_values`, an induction over them. It reads
+neither the plan nor the metadata of the lowered program, and shares no code with lowering. Each node must be part of a
+definition, which is matched call by call with all arguments. So a wrong axis of a collective, a missing wait, a wrong
+offset or a wrong factor leaves a node without a proof. Each node without a proof is an error, even if no result depends
+on it.
 
-Checks. The slots are those of the traced program, in order. Each result is held under its slot's spec. Results that
-belong to a parameter, a buffer, an input or optimizer state (gradients, updates) have its spec. Values accumulated over
-micro-batches are values that the traced update reads from the backward, whole or as addends of a sum. These are
-gradients, which are linear in the loss.
+The proof checks that
+
+* the inputs and outputs are those of the traced program, in order;
+* each result is the traced value's piece under the spec that its slot states;
+* gradients and updates have the spec of the parameter, buffer, input or optimizer state that they belong to;
+* values that are added up over micro-batches are values that the traced update reads from the backward, whole or as
+  addends of a sum. These values are gradients, which are linear in the loss.
 """
 
 from __future__ import annotations
@@ -39,13 +42,16 @@ from passes.verification.verify_offload import verify_offload
 def verify_program(
     program: Program, lowered: LoweredProgram, carried: Sequence[str] = (), forms: LocalForms | None = None
 ) -> VerificationReport:
-    """Prove that every result of `lowered` is that of `program`, under the spec of its slot.
+    """Prove that every result of `lowered` is the result of `program`, under the spec of its slot.
 
     Args:
         program: the traced program in the form that was lowered: canonical, with fan-outs.
-        lowered: the program of one rank.
-        carried: names of its values that are accumulated over micro-batches before the update reads them.
-        forms: known forms on the mesh, to share between programs; default none.
+        lowered: the lowered program.
+        carried: names of the values of `lowered` that are added up over micro-batches before the update reads them.
+        forms: a cache of local forms on the mesh, to share between programs. None: a new cache.
+
+    Returns:
+        A report of the proof: the number of proven nodes and results, the collectives, and the assumptions.
 
     Raises:
         VerificationError: a value could not be derived. The message names the node, the expected and the derived value,
@@ -72,7 +78,10 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """The slots are the traced program's, with its shapes, and as many as the graph has."""
+    """Check that the slots of a lowered program are the traced program's slots, and as many as its graph has.
+
+    The shapes, dtypes and specs of the slots are checked too.
+    """
     local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]
     results = _results(local[-1])
@@ -91,7 +100,7 @@ def _check_slots(program: Program, lowered: LoweredProgram) -> None:
 
 
 def _check_slot(value: torch.Tensor, lowered: LoweredProgram, slot: LocalSlot) -> None:
-    """Check that a slot is a piece of a traced value under its spec."""
+    """Check that a slot has the shape and dtype of the traced value, and a spec that is possible on the mesh."""
     if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
         raise VerificationError(
             f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
@@ -115,7 +124,7 @@ def _check_owners(lowered: LoweredProgram) -> None:
 
 
 def _check_nodes(derivation: Derivation) -> None:
-    """Every node is part of a proof."""
+    """Check that every node of the lowered program is part of a proof."""
     for node in derivation.lowered.graph_module.graph.nodes:
         if node.op != "output" and derivation.local.numbers[node] not in derivation.covered:
             raise VerificationError(_unproven_text(derivation, node))
@@ -138,8 +147,10 @@ def _check_results(derivation: Derivation) -> None:
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """Check that accumulated values are right: their sum is the value that the traced update reads for the whole
-    batch.
+    """Check the values that are added up over micro-batches.
+
+    Each must be a value that the traced update reads from the backward, whole or as addends of a sum. The sum over
+    micro-batches is then the value for the whole batch.
     """
     nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
     unknown = [name for name in carried if name not in nodes]
@@ -157,7 +168,7 @@ def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
 
 
 def _read_by_update(derivation: Derivation) -> set[int]:
-    """The traced values of the backward that the traced update reads."""
+    """Return the value numbers of the backward's traced values that the traced update reads."""
     return {
         derivation.traced.numbers[operand]
         for node in derivation.program.graph.nodes
@@ -168,7 +179,7 @@ def _read_by_update(derivation: Derivation) -> set[int]:
 
 
 def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
-    """The local values that hold a traced value whole, or as addends of a sum."""
+    """Yield the local values that hold traced value `number`, whole or as addends of a sum."""
     for spec, held in derivation.holders[number].items():
         if all(reduction is Reduction.SUM for _, reduction in spec.partial):
             yield from held
@@ -182,7 +193,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """Number of collectives by kind and axis."""
+    """Count the collectives of a lowered program by operator and communicator ("all_reduce over data")."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target
@@ -195,7 +206,7 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
-    """The first call of each operator that is neither PyTorch's nor ours."""
+    """Return a dict from the name of each operator that is neither PyTorch's nor ours to its first traced call."""
     found: dict[str, fx.Node] = {}
     for node in derivation.traced.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
@@ -204,7 +215,10 @@ def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
 
 
 def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
-    """The assumption about the rule of a user's operator."""
+    """Return the part of a message that says who wrote the sharding rule of a user's operator.
+
+    The text is empty if nobody wrote a rule, or if the rule was inferred.
+    """
     author = author_of_rule(node.target)
     if author is None or str(node.target) in inferred:
         return ""
@@ -255,7 +269,7 @@ def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
 
 
 def _first_underived(derivation: Derivation) -> fx.Node | None:
-    """The first traced call without a local value for any result."""
+    """Return the first traced node whose results no local value holds; None if there is no such node."""
     for number, node in enumerate(derivation.traced.nodes):
         selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
         if not any(derivation.holders[held] for held in (number, *selections)):

@@ -1,21 +1,24 @@
-"""Verifies that the ranks of a pipeline compute every micro-batch once, and never wait in a circle.
+"""Verifies that the ranks of a pipeline compute every micro-batch once, and never wait for each other in a circle.
 
 A step without stages is a pipeline of one stage. The loss of a batch is the weighted sum of the losses of its
 micro-batches (`passes.verification.weigh_loss`). So the gradient of the batch is the sum of the gradients of all
 micro-batches, each once. `passes.verification.verify_program` shows that the update reads this sum.
 
-The proof reads the tasks of each rank, and trusts no schedule's name. It shows three things:
+The proof reads the tasks of each rank, whatever the name of the schedule. It shows three things:
 
 1. Each stage runs, on its rank, every micro-batch's forward once, in the order of the batch. (Each forward draws the
    next seed, and reads the buffers that the previous forward wrote.) It runs every backward once, whole or split.
 2. Each message between stages on two ranks is sent once and received once, and there are no other messages.
-3. The orders run to their ends, each task after its operands. To show this they are run, without numbers or times. A
-   rank issues transfers and goes on; it waits for a message at its first reader. Transfers of a rank run one slot after
-   the other, as on one stream. A slot ends when the other end of each of its transfers has arrived. Between two ranks
-   messages arrive in the order of sending, and both ends must name the same message by the same tag. The result does
-   not depend on the order in which ranks advance, so one run stands for all.
+3. All ranks reach the ends of their orders, and each task runs after its operands.
 
-A transport may allow more (a stream for each pair of ranks, buffered sends); an order that runs here runs there too.
+The third point is shown by a simulation without numbers or times. A rank issues a transfer and goes on. It waits for a
+message only at the first task that reads the message. The transfers of a rank run one slot after the other, as on one
+stream. A slot of transfers ends when the other ranks have reached the other ends of its transfers. Messages between two
+ranks arrive in the order of sending, and both ends must name the same message by the same tag. The result does not
+depend on the order in which ranks advance, so one simulation suffices.
+
+A real transport may allow more (a stream for each pair of ranks, buffered sends). An order that runs in the simulation
+runs there too.
 """
 
 from __future__ import annotations
@@ -29,10 +32,15 @@ from autoshard.ir.pipeline_order import Message, PipelineOrder, Slot, StageTask,
 
 
 def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
-    """Prove that a pipeline's step does all of its work, and ends; with `trains`, backwards are part of the work.
+    """Prove that a pipeline's step does all of its work once, and ends.
+
+    Args:
+        order: the tasks of each rank.
+        trains: whether backwards are part of the work.
 
     Raises:
-        VerificationError: the step does not. The message names the rank and the task.
+        VerificationError: a task is missing, repeated or at a wrong place, or ranks wait in a circle. The message names
+            the rank and the task.
 
     Example:
         >>> from dataclasses import replace
@@ -55,7 +63,7 @@ def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
 
 
 def _check_places(order: PipelineOrder, rank: int, slot: Slot) -> None:
-    """The tasks of a slot are of stages of the rank; transfers lead to another one."""
+    """Check that all tasks of a slot belong to stages of the rank, and that its transfers lead to other ranks."""
     if len({task.work.is_transfer for task in slot}) != 1:
         raise VerificationError(f"rank {rank}: slot {_text(slot)} is empty, or computes and transfers at once.")
     for task in slot:
@@ -70,7 +78,7 @@ def _is_of_a_stage(order: PipelineOrder, task: StageTask) -> bool:
 
 
 def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
-    """A stage computes each micro-batch once, forwards in the order of the batch."""
+    """Check that a stage runs each micro-batch's forward and backward once, and forwards in the order of the batch."""
     slots = order.ranks[order.stage_ranks[stage]]
     tasks = [task for slot in slots for task in slot if task.stage == stage]
     expected = list(range(order.micro_batches))
@@ -103,7 +111,7 @@ def _check_transfers(order: PipelineOrder, *, trains: bool) -> None:
 
 
 def _messages(order: PipelineOrder, *, trains: bool) -> Iterator[Message]:
-    """All messages between neighbouring stages on two ranks."""
+    """Yield all messages that a step sends between neighbouring stages on different ranks."""
     for stage in range(len(order.stage_ranks)):
         for is_forward in (True, False) if trains else (True,):
             for number in range(order.micro_batches):
@@ -117,7 +125,15 @@ def _times(count: int) -> str:
 
 @dataclass(slots=True)
 class _ScheduleRun:
-    """A running step: by rank, its place, the transfers under way, and the present messages and results."""
+    """The simulation of a step.
+
+    Args:
+        order: the tasks of each rank.
+        places: for each rank, the index of its next slot.
+        issued: for each rank, the transfers under way, as a queue of slots.
+        messages: for each rank, the messages that it has made or received.
+        done: the finished tasks, as (work, stage, micro-batch).
+    """
 
     order: PipelineOrder
     places: list[int] = field(init=False)
@@ -131,7 +147,11 @@ class _ScheduleRun:
         self.messages = [set() for _ in self.order.ranks]
 
     def to_the_end(self) -> None:
-        """Run every rank as far as possible, and transfer messages with both ends ready, until nothing moves."""
+        """Run all ranks, and transfer messages whose both ends are ready, until nothing moves.
+
+        Raises:
+            VerificationError: some rank has not reached the end of its order.
+        """
         ranks = range(len(self.order.ranks))
         pairs = [(rank, other) for rank in ranks for other in ranks if rank != other]
         while sum(map(self._run_next, ranks)) + sum(self._transfer(*pair) for pair in pairs):
@@ -141,7 +161,7 @@ class _ScheduleRun:
             raise VerificationError(f"the pipeline never ends: {'; '.join(waiting)}.")
 
     def _run_next(self, rank: int) -> bool:
-        """Run or issue a rank's next slot; False if it has none, or waits."""
+        """Run a rank's next slot of tasks, or issue its next slot of transfers; return whether this was possible."""
         slots, place = self.order.ranks[rank], self.places[rank]
         if place == len(slots) or not all(self._can_run(rank, task) for task in slots[place]):
             return False
@@ -156,9 +176,10 @@ class _ScheduleRun:
         return True
 
     def _can_run(self, rank: int, task: StageTask) -> bool:
-        """Whether the operands of a task are present.
+        """Whether the operands of a task are on the rank. A send never waits for its message.
 
-        A send needs a value that the rank made earlier, and does not wait.
+        Raises:
+            VerificationError: the task sends a message that the rank has not made.
         """
         stage, number = task.stage, task.micro_batch
         match task.work:
@@ -175,7 +196,7 @@ class _ScheduleRun:
         return True
 
     def _transfer(self, rank: int, other: int) -> bool:
-        """Move the next message from a rank to another, if both have come to it."""
+        """Move the next message from `rank` to `other` if both have issued its transfer; return whether it moved."""
         send, receive = self._next(rank, other, is_send=True), self._next(other, rank, is_send=False)
         if send is None or receive is None:
             return False
@@ -191,7 +212,10 @@ class _ScheduleRun:
         return True
 
     def _next(self, rank: int, other: int, *, is_send: bool) -> StageTask | None:
-        """The first end of a transfer to or from another rank, of the slot of transfers that a rank has come to."""
+        """Return the first send to `other`, or receive from it, in the oldest slot of transfers that `rank` has issued.
+
+        The result is None if this slot has no such transfer.
+        """
         slot = self.issued[rank][0] if self.issued[rank] else ()
         fitting = (task for task in slot if task.work.is_send is is_send and self._other_end(task) == other)
         return next(fitting, None)
@@ -201,7 +225,7 @@ class _ScheduleRun:
         return self.order.stage_ranks[message.reader if task.work.is_send else message.stage]
 
     def _waiting(self, rank: int) -> str:
-        """The task that a rank waits for; "" if it is done."""
+        """Return the text that says which tasks a rank waits for; "" if it has finished."""
         parts = []
         if self.places[rank] < len(self.order.ranks[rank]):
             parts.append(f"rank {rank} waits before {_text(self.order.ranks[rank][self.places[rank]])}")

@@ -1,16 +1,17 @@
-"""Derives the loss of a batch from the losses of its micro-batches.
+"""Derives how the loss of a batch follows from the losses of its micro-batches.
 
-Micro-batches split dim 0 of all inputs over an axis in time, so sharding rules apply. Each value of the forward is
-split along a dim, a sum over the parts, or equal for all. A part runs the traced operators unchanged. If a rule would
-reduce over ranks (a mean, a norm over the batch), the part's loss differs:
+A micro-batch, called a *part*, has a slice of dim 0 of all inputs, like a rank under data parallelism. So the sharding
+rules say how a value of a part relates to the value of the batch. But a part runs the traced operators unchanged,
+without a reduction over parts. So each part's loss needs a weight in the loss of the batch:
 
-1. The program is traced for one part, and for two. A number in it that grows with the batch (`loss.sum() / len(x)`)
-   differs between the two programs.
-2. Every value behind the loss gets a state. The value of a part is m ** e times its contribution to the batch of m
-   parts.
-3. A sum over a count of inputs alone is a term with a count; graphs that compute the count are cut out.
-4. Places in the batch (`arange(len(x))`) may only read or write each sample at its own place (`places.py`).
-5. The loss must be a sum of terms. Otherwise the first node that mixes parts is named.
+1. The program is traced for one part, and for two parts at once. A number that grows with the batch, as in
+   `loss.sum() / len(x)`, differs between the two programs.
+2. Each value from which the loss is computed gets a state (`batch_states`). It is equal in all parts, split along a
+   dim, or a sum over the parts. Its exponent e says that the values of m parts are too large by the factor m ** e.
+3. A loss may divide a sum by a count that depends on inputs alone, such as a number of targets. Its state names the
+   count. Graphs that compute the count for a part and for the batch are extracted from the program.
+4. Indices of samples (`arange(len(x))`) may only read or write each sample at its own index (`places`).
+5. The loss must be a sum of such terms. Otherwise the result names the first call that mixes parts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """The weights of micro-batches like `request` in a training call; None for a call without a loss."""
+    """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
+
+    Args:
+        program: the program of one micro-batch.
+        trace: function that traces a request.
+        request: the traced call, with the inputs of one micro-batch.
+    """
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
     args, kwargs = pytree.tree_map_only(torch.Tensor, _twice, (request.args, dict(request.kwargs)))
@@ -59,10 +66,10 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def weigh_loss(part: Program, pair: Program) -> LossWeights:
-    """Derive the loss of a batch from those of its parts.
+    """Return the weights of parts in the loss of a batch, or the reason why the parts do not determine the loss.
 
     Args:
-        part: the program of a micro-batch.
+        part: the program of one micro-batch.
         pair: the program of two micro-batches at once; only its forward is needed.
     """
     loss, twin = _loss_of(part), _loss_of(pair)
@@ -82,7 +89,10 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """The branches of the batch, derived from its parts; None if impossible, or without branches."""
+    """Return the graphs that compute the values a batch branches on from its parts (`combine_branches`).
+
+    The result is None if the model does not branch, or if the parts do not determine the values.
+    """
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -97,12 +107,12 @@ def _branches(part: Program, pair: Program) -> Branches | None:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call only copies: whether memory has to be made contiguous depends on sizes."""
+    """Whether a call only copies. Copies are not compared, because it depends on sizes whether a copy is needed."""
     return node.target is aten.clone.default
 
 
 def _kind(node: fx.Node) -> Any:
-    """The operator of a call; how a view is made depends on sizes."""
+    """Return the operator of a call; all operators that reshape count as one, because sizes decide between them."""
     if node.op != "call_function":
         return node.op
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
@@ -116,7 +126,7 @@ def _loss_of(program: Program) -> fx.Node | None:
 
 
 def _named(node: fx.Node | None) -> str:
-    """A node, its operator, and its source line; "nothing" for None."""
+    """Return a text with a node's name, operator and source line; "nothing" for None."""
     if node is None:
         return "nothing"
     return f"node {node.name!r} ({node.target}, {node.meta.get('source') or 'an unknown line'})"
@@ -129,7 +139,14 @@ def _refused(why: str) -> LossWeights:
 
 @dataclass(slots=True)
 class _LossWalk:
-    """The state of every forward value, result by result; `twins` are the nodes of the program of two parts."""
+    """Derives the states of forward values.
+
+    Args:
+        program: the program of one part.
+        twins: the same node of the program of two parts, by node.
+        states: for each node, the state of each of its results.
+        counts: for each divisor of a loss, the graphs that compute it.
+    """
 
     program: Program
     twins: dict[fx.Node, fx.Node]
@@ -154,7 +171,7 @@ class _LossWalk:
                 self.states[node] = self._call(node)
 
     def result(self, loss: fx.Node) -> LossWeights:
-        """The weights for the loss's state."""
+        """Return the weights that follow from the state of the loss."""
         (state,) = self.states[loss]
         if isinstance(state, Mixed):
             return _refused(f"{_named(state.node)} {state.why}")
@@ -207,7 +224,7 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """The power of the number of parts by which a number in the call scales a part's result."""
+        """Return e if a number in the call makes a part's result too large by m ** e; None for any other effect."""
         ours, theirs = (_literals(item) for item in (node, self.twins[node]))
         if ours == theirs or node.target in _SIZED:
             return 0
@@ -235,8 +252,9 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """The state of a call that moves places, or reads or writes each sample at its own place; None for any other
-        call.
+        """Return the state of a call that reshapes indices of samples, or reads or writes each sample at its own index.
+
+        The result is None for any other call on such indices.
         """
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
@@ -248,12 +266,12 @@ class _LossWalk:
         return BatchIndices(moved.dim, place.size) if isinstance(moved, SlicedDim) else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
-        """Whether a call draws numbers. Each part draws its own."""
+        """Whether a call reads the seed, to draw random numbers."""
         seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
-        """Follow the split factor through the rule of a call."""
+        """Return the states of the results of a call that reads split values, by the operator's sharding rule."""
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
         factor = None if rule is None else _factor(rule, given)
@@ -285,7 +303,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """The exponent of the results, if only operands in which the call is linear have nonzero exponents."""
+        """Return the exponent of the results; None if the call is not linear in the operands with an exponent."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -296,7 +314,7 @@ class _LossWalk:
         return sign * exponents[min(places)]
 
     def _of_sums(self, node: fx.Node, operands: Sequence[fx.Node], given: Sequence[State], scale: int) -> State:
-        """A call on sums over the parts."""
+        """Return the state of the result of a call that reads sums over the parts."""
         if any(isinstance(state, SlicedDim) for state in given):
             return Mixed(node, "reads a sum over the batch beside samples")
         sums = [state for state in given if isinstance(state, Sum)]
@@ -348,7 +366,7 @@ class _LossWalk:
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
     def _cut_out(self, divisor: fx.Node) -> Count:
-        """The graphs that compute a part's count, and the batch's count from sums over all parts."""
+        """Return the graphs that compute a divisor for a part, and for the batch from sums over all parts."""
         sums = list(dict.fromkeys(self._sums_under(divisor)))
         slots = {slot.node: slot for slot in self.program.inputs}
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
@@ -364,7 +382,7 @@ class _LossWalk:
         return Count(of_part, of_whole, tuple(exponents), names)
 
     def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The sums over the batch inside a count."""
+        """Yield the sums over the batch from which a count is computed."""
         if isinstance(self.states[node][0], Sum):
             yield node
         elif isinstance(self.states[node][0], OfInputs):
@@ -378,7 +396,10 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """The factor that leads the split dim of each split operand, if no other operand has it."""
+    """Return the first factor of the split dim of each split operand.
+
+    The result is None if these factors differ, or if an operand that is not split has the factor too.
+    """
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -394,7 +415,7 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether results at one sample depend on other samples."""
+    """Whether the results for one sample depend on other samples, because the rule's rewrite communicates."""
     is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
     return factor in rule.exchanged or is_reduced
 
@@ -404,7 +425,7 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """The single dim that is larger for two parts; -1 for several; None for none."""
+    """Return the dim that is twice as large for two parts; None if the shapes are equal, -1 for any other change."""
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]
@@ -412,13 +433,13 @@ def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
 
 
 def _literals(node: fx.Node) -> list[Any]:
-    """The numbers among a call's arguments."""
+    """Return the numbers among a call's arguments, those inside lists included."""
     leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
     return [leaf for leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
 
 
 def _loose(node: fx.Node) -> list[Any]:
-    """The numbers outside lists; numbers in lists are sizes."""
+    """Return the numbers among a call's arguments that are not inside lists. Numbers in lists are sizes."""
     return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
 
 
@@ -427,12 +448,12 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes and everything that they are computed from, in the order of the graph."""
+    """Return the nodes and all nodes from which they are computed, in the order of the graph."""
     return _until((), nodes)
 
 
 def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extract the graph from some values to others."""
+    """Return a graph that computes the values `results` from the values `inputs`."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node in _until(inputs, results):
@@ -444,7 +465,7 @@ def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequen
 
 
 def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes in between, in the order of the graph."""
+    """Return the nodes that compute `results` from `inputs`, without `inputs`, in the order of the graph."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if node not in inputs]
     while waiting:
@@ -469,9 +490,9 @@ _SIZED = (
     aten.native_group_norm.default,
 )
 _NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
-"""Operators that ignore the content of their operand."""
+"""Operators that read no element of their operand, only its dtype and device."""
 _ALIKE = (
     *(aten.full.default, aten.zeros.default, aten.ones.default, aten.expand.default, aten.repeat.default),
     *(*_NEW, aten.empty.memory_format),
 )
-"""Operators whose results are equal at every place of a dim that grows with the batch."""
+"""Operators whose results have equal values for all samples."""

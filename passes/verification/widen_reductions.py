@@ -1,8 +1,8 @@
-"""Expands reductions of narrowed gradients into the sums that they round.
+"""Replaces reductions of gradients in 16 bits by reductions in float32, so that phases can be compared.
 
-Before → after: `_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum", "data/narrow_gradients")), float32)` →
-`wait(all_reduce(x, "sum", "data"))`. The user requested the rounding; the proof shows that nothing else changes the
-value.
+It inverts `passes.lowering.narrow_reductions`. Before → after: `_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum",
+"data/narrow_gradients")), float32)` → `wait(all_reduce(x, "sum", "data"))`. The user requested the rounding. The
+comparison shows that nothing else changes the value.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def widen_reductions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Widen these reductions to the type of their addends; return the graph itself if it has none.
+    """Return a copy of a graph with float32 reductions of gradients; the graph itself if none is in 16 bits.
 
     Raises:
-        VerificationError: a value on a communicator for narrowed gradients is not rounded before, or its sum is not
-            brought back to its type.
+        VerificationError: a reduction in 16 bits does not have the expected form. Its operand must be rounded from
+            float32, and its result must be converted back to float32.
     """
     starts = [node for node in graph_module.graph.nodes if _is_narrow(node)]
     if not starts:
@@ -57,7 +57,7 @@ def _is_narrow(node: fx.Node) -> bool:
 
 
 def _widened(start: fx.Node) -> fx.Node:
-    """The node that brings the sum back to the type of the addends."""
+    """Return the node that converts the sum of a reduction in 16 bits back to float32, and check the form around it."""
     narrow: Any = start.args[0]
     waits: list[Any] = list(start.users)
     results = [user for wait in waits for user in wait.users]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard import Recipe, RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.runtime import RUNTIMES
+from autoshard.ir.runtime import OURS, RUNTIMES
 
 
 def test_replicas_run_their_share_of_the_batch_in_micro_batches() -> None:
@@ -42,6 +42,7 @@ def test_another_recipe_is_executed_alike(recipe: Recipe, name: str) -> None:
         ({"optimizer": "rmsprop"}, "optimizer='rmsprop' is unknown"),
         ({"global_batch": 0}, "global_batch=0 must be a whole number"),
         ({"data": 2, "micro_batch": 2, "global_batch": 6}, "no multiple of micro_batch=2 x data=2"),
+        ({"runtime": OURS, "tensor": 2, "expert": 2}, "expert=2 must divide data=1: with runtime='autoshard'"),
         ({"sequence_parallel": True}, "sequence_parallel=True splits activations over the tensor axis, but tensor=1"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The layer classes of a model: counted and priced under every layout."""
+"""The layer classes of a model: kernels, collectives and values are counted once, and priced under every layout."""

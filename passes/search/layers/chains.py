@@ -1,7 +1,8 @@
-"""Find the calls of a folded program that run as one kernel of the usual libraries, and the kernel's operands.
+"""Find the calls of a folded program that run as one fused kernel in the usual libraries, and the kernel's operands.
 
-A chain of pointwise operators is one kernel, which a softmax or norm may end. Intermediate values are neither written
-nor saved, and the backward makes them again from the chain's operands.
+A chain of pointwise operators is one kernel. A softmax may end the chain. Norms that are one operator are kernels of
+their own. Intermediate values of a chain are neither written nor saved. The backward computes them again from the
+chain's operands.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ aten = torch.ops.aten
 
 
 class Chains:
-    """The chains of a program.
+    """The chains of fused calls of a program.
 
     Args:
         folded: the program.
-        working: names of its calls that do work.
+        working: names of the calls that run a kernel.
         varying: names of the values that depend on inputs or parameters.
-        fused: whether there are chains of several calls.
+        fused: whether calls are fused; otherwise each call is a chain of its own.
     """
 
     def __init__(
@@ -44,17 +45,22 @@ class Chains:
         self.last = self._chains() if fused else {}
 
     def chain_of(self, call: fx.Node) -> str:
-        """Return the last call of a call's chain."""
+        """Return the name of the last call of the chain that has `call`."""
         return self.last.get(call.name, call.name)
 
     def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
-        """Return the calls that read a node's results, or one result, without calls that recompute the value."""
+        """Return the calls that read the results of a node from memory, or only result `index`.
+
+        Backward calls that recompute the value instead do not read it.
+        """
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Return the calls of a chain in one layer class, each with the place of an operand that the chain reads.
+        """Return the values that a chain reads from memory, each as a call of the chain and the index of the call's
+        operand.
 
-        The operands are values that the chain does not make, and values that it recomputes. Each is read once.
+        The calls of `chain` are in one layer class. A chain of several calls reads each value once. A value that a
+        backward chain recomputes counts as an operand too.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -65,8 +71,10 @@ class Chains:
         return tuple(found.values())
 
     def _cheap_values(self) -> frozenset[str]:
-        """Forward calls whose results the backward recomputes: pointwise, of saved or constant values, and not read by
-        products.
+        """Return the names of forward calls whose results the backward recomputes instead of reading them.
+
+        Such a call is pointwise, and its operands are saved anyway or constant. In the backward only memory-bound calls
+        read its result.
         """
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:
@@ -90,7 +98,7 @@ class Chains:
         return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
-        """Map each call to the last call of its chain."""
+        """Return a dict from the name of each call to the name of the last call of its chain."""
         order = [node for node in self.folded.single.graph.nodes if node.name in self.working]
         last = {node.name: node.name for node in order}
         for node in reversed(order):
@@ -118,10 +126,10 @@ _ALONE = frozenset({
     aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
     aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
 })  # fmt: skip
-"""Memory-bound operators outside of chains."""
+"""Memory-bound operators that are never part of a chain."""
 
 _ENDS = frozenset({aten._softmax.default, aten._softmax_backward_data.default})
-"""Operators of chains that end a chain."""
+"""Operators that may only be the last of a chain."""
 
 
 def _is_memory_bound(node: fx.Node) -> bool:

@@ -1,14 +1,15 @@
-"""Write down the work and memory of a folded program, as data from which the cost of a recipe is arithmetic.
+"""Count the work and memory of each layer class of a folded program, so that the price of any recipe is plain
+arithmetic.
 
-For each call that does work, the data have its operator and its tensors. Sizes of tensors are linear in the batch, and
-the dims that axes split are marked. For each axis the data have its collectives, and for each layer class its saved
-values.
+The data of a layer class are its kernels, with their operators and tensors, its collectives on each axis, and the
+values that it saves. The size of a tensor is linear in the batch, and each dim has the axes that split it.
 
-Kernels are the program's calls, with these exceptions, which hold for the libraries that people train with:
-* a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
-* a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
-* position tables, causal masks and all else that depends on no input or parameter are made once, not per step;
-* chains of memory-bound calls are one kernel each (`chains.py`).
+Each call of the program is a kernel, with these exceptions, which hold for the usual training libraries:
+* The product before a bias adds the bias (cuBLASLt's epilogue, `addmm`).
+* A copy that only changes the layout in memory is not made next to attention or a batched product. Kernels of attention
+  and of batched products read and write strided tensors.
+* Position tables, causal masks and all other values that depend on no input or parameter are made once, not per step.
+* A chain of memory-bound calls is one kernel (`chains.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from passes.strategies.workspaces import workspace_bytes
 
 _Key = tuple[str, int]
 FUSED = "fused"
-"""The operator of a chain."""
+"""The operator's name of a kernel that runs a chain of several calls."""
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 _EXCHANGED: Mapping[Any, Any] = {
@@ -52,9 +53,13 @@ _EXCHANGED: Mapping[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A tensor: its shape for one sequence, the growth with each further sequence, and the dims that axes split.
+    """A tensor whose shape is linear in the number of sequences: `first + step * (batch - 1)` for each dim.
 
-    `splits`: for each dim, the axes that split it.
+    Args:
+        first: the global shape for one sequence.
+        step: the growth of each dim with each further sequence.
+        itemsize, dtype: bytes of an element, and the name of the dtype.
+        splits: for each dim, the axes that split it.
     """
 
     first: tuple[int, ...]
@@ -64,7 +69,7 @@ class Sized:
     splits: tuple[tuple[str, ...], ...]
 
     def shape(self, batch: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The local shape for `batch` sequences, on axes of these sizes."""
+        """Return the local shape on a rank for `batch` sequences; `sizes` maps each axis to its number of ranks."""
         result = []
         for first, step, axes in zip(self.first, self.step, self.splits, strict=True):
             dim = first + step * (batch - 1)
@@ -74,22 +79,22 @@ class Sized:
         return tuple(result)
 
     def local_bytes(self, batch: int, sizes: Mapping[str, int]) -> int:
-        """Bytes on each rank."""
+        """Bytes of the tensor on each rank, for `batch` sequences and these sizes of axes."""
         return math.prod(self.shape(batch, sizes)) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKernel:
-    """A call, or a fused chain of calls, that runs on the device.
+    """A kernel on the device: one call, or a fused chain of calls.
 
     Args:
         name: the name of its last call.
         operator: its name in the cost models; `FUSED` for a chain.
-        inputs, outputs: tensors that it reads and writes.
-        arguments: positional arguments, see `cost_models.operators.work`.
+        inputs, outputs: tensors that the kernel reads and writes.
+        arguments: positional arguments of the call, with None for tensors, see `cost_models.operators.work`.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
-        is_core: whether it belongs to attention's core, between its first and its last product.
+        is_core: whether all its calls belong to attention's core, between its first and its last product.
     """
 
     name: str = field(compare=False)
@@ -104,7 +109,7 @@ class LayerKernel:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of an axis. `value` is split as before the collective, but for that axis itself."""
+    """A collective of an axis. `value` is the exchanged tensor, split by all axes but this axis."""
 
     axis: str
     kind: MoveKind
@@ -113,7 +118,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The work of a layer class in one phase, once."""
+    """The kernels and collectives of one layer in one phase, forward or backward."""
 
     kernels: tuple[LayerKernel, ...]
     sent: tuple[Sent, ...]
@@ -126,7 +131,7 @@ class Saved:
     Args:
         value: the value.
         is_core: whether it belongs to attention's core.
-        is_operand: whether only products that make parameters' gradients read it, in their precision.
+        is_operand: whether only products that make parameters' gradients read it, so it may have their precision.
     """
 
     value: Sized
@@ -136,14 +141,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """A layer class's work and memory.
+    """The work and memory of one layer of a class.
 
     Args:
-        forward, backward: work.
-        saved: kept between them.
-        entering: the values that come from another layer class: all that is kept if the layer class is recomputed.
-        parameters: by qualified name.
-        expert_parameters: names of those that the expert axis splits.
+        forward, backward: the kernels and collectives of each phase.
+        saved: the values that the forward keeps for the backward.
+        entering: the values of other layer classes that the forward reads. A recomputed layer keeps only these values.
+        parameters: a dict from the qualified name of each parameter to the parameter.
+        expert_parameters: the names of the parameters that the expert axis splits.
         workspaces: for each kernel, the values that it reads or writes and that are not kept between the phases.
     """
 
@@ -157,7 +162,7 @@ class LayerClass:
 
     @property
     def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """The dims of its values that axes split, for one sequence, with those axes."""
+        """The dims of tensors that axes split: pairs of a dim's size for one sequence and the axes that split it."""
         kernels = (*self.forward.kernels, *self.backward.kernels)
         values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
         dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
@@ -165,19 +170,19 @@ class LayerClass:
 
 
 def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> dict[str, LayerClass]:
-    """Every layer class of a folded program.
+    """Return every layer class of a folded program, by name.
 
     Args:
         folded: the program.
-        layouts: axis to its layout.
-        fused: whether chains of memory-bound calls are one kernel.
+        layouts: a dict from each axis to the axis' split of the program.
+        fused: whether a chain of memory-bound calls is one kernel.
     """
     counter = _LayerCounter(folded, layouts, fused=fused)
     return {name: counter.layer(name) for name in folded.layers}
 
 
 class _LayerCounter:
-    """Makes the layer classes of a program."""
+    """Makes the layer classes of a program, one at a time."""
 
     def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
         self.folded, self.layouts = folded, layouts
@@ -193,7 +198,7 @@ class _LayerCounter:
             self.calls.setdefault((folded.layer_of.get(node.name), node.meta["phase"]), []).append(node)
 
     def layer(self, name: str) -> LayerClass:
-        """One layer class."""
+        """Return the layer class `name`."""
         nodes, expert = self.folded.parameters.get(name, ()), self.layouts.get("expert")
         shared = (node for node in nodes if expert is not None and expert.dim_of((node, 0)) is not None)
         return LayerClass(
@@ -207,7 +212,7 @@ class _LayerCounter:
         return Phase(tuple(kernels), tuple(self._sent(layer, phase)))
 
     def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
-        """The calls of a layer class that do work, by chain."""
+        """Return the calls of a layer class in a phase that run on the device, one list for each chain."""
         chains: dict[str, list[fx.Node]] = {}
         for node in self.calls.get((layer, phase), ()):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
@@ -229,13 +234,17 @@ class _LayerCounter:
         )  # fmt: skip
 
     def _operator(self, node: fx.Node) -> str:
-        """Return the operator's name in the cost models; layers with shared-out experts exchange tokens."""
+        """Return the operator's name in the cost models.
+
+        Experts that are shared out over ranks have a name of their own.
+        """
         is_shared = node.target in LAYERS and "expert" in self.layouts
         return str(_EXCHANGED[node.target]) if is_shared else operator_name(node)
 
     def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
-        """Return the tokens of a layer of experts, each once for each of its experts; `width` elements each, or a
-        token's.
+        """Return the tensor with one row for each token and each of the experts that the token is sent to.
+
+        A row has `width` elements; None: as many as a token.
         """
         is_backward = layer.target is kernels.experts_backward
         x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
@@ -244,7 +253,7 @@ class _LayerCounter:
         return Sized(first, step, x.itemsize, x.dtype, splits)
 
     def _written(self, chain: list[fx.Node]) -> list[tuple[fx.Node, int]]:
-        """The results of a chain's calls that it writes to memory."""
+        """Return the results that a chain writes to memory, each as a call and the index of its result."""
         inside = {node.name for node in chain}
         return [
             (node, index)
@@ -260,14 +269,14 @@ class _LayerCounter:
     # Sizes.
 
     def _operand(self, node: fx.Node, index: int) -> Sized:
-        """Return operand `index` of a call, split as the call needs it."""
+        """Return operand `index` of a call, with the splits that the call needs."""
         one = operands_of(node)[index].meta["val"]
         two = operands_of(self.folded.twin[node.name])[index].meta["val"]
         specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}
         return _sized(one, two, specs)
 
     def _sized(self, node: fx.Node, index: int) -> Sized:
-        """Result `index` of a node (absent results counted)."""
+        """Return result `index` of a node. The index counts absent results (None) too."""
         values = tensor_values(node)
         one = values[index]
         assert one is not None
@@ -296,7 +305,10 @@ class _LayerCounter:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
-        """Return the workspaces of a layer class; views of one value count as that value, whole."""
+        """Return, for each kernel of a layer class, the values that take memory only while the phase runs.
+
+        Views of one value count once, as the whole value.
+        """
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
             for chain in self._chains_in(layer, phase):
@@ -310,7 +322,10 @@ class _LayerCounter:
         return tuple(found)
 
     def _inside(self, layer: fx.Node) -> Sized:
-        """Return the memory of a running layer of experts, as a width of its rows."""
+        """Return a tensor as large as the memory that a call of experts needs while it runs.
+
+        Its dim 0 is the tokens' rows, so its size grows with the batch.
+        """
         rows = self._rows(layer, 1)
         width = math.ceil(workspace_bytes(layer) / (math.prod(rows.first) * rows.itemsize))
         return replace(rows, first=(rows.first[0], width))
@@ -320,7 +335,7 @@ class _LayerCounter:
         return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
 
     def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
-        """Whether a value is made in a phase and freed with it; a recomputed value takes no memory."""
+        """Whether a value is made in a phase and not kept after it. A recomputed value takes no memory."""
         if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
             return False
         return phase == "backward" or not self._late_readers(node, index)
@@ -354,8 +369,10 @@ class _LayerCounter:
         return sent + self._exchanged(layer, phase)
 
     def _exchanged(self, layer: str, phase: str) -> list[Sent]:
-        """Return the rows that layers of experts exchange, there and back. In the backward, rows and gradients go
-        there, and rows' gradients back.
+        """Return the all-to-alls of calls of experts in a phase: tokens' rows go to the ranks of their experts, and
+        back.
+
+        In the backward, rows and gradients of results go there, and gradients of rows come back.
         """
         if "expert" not in self.layouts:
             return []
@@ -364,7 +381,10 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """Return the value that owns a view's memory, split as the owner; a view of a part stays itself."""
+        """Return the value that owns the memory of a view, split as the owner.
+
+        A view of a part of its owner is returned itself.
+        """
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
         value = tensor_values(node)[present[key[1]]]
@@ -380,12 +400,12 @@ class _LayerCounter:
 
 
 def _works(node: fx.Node, varying: frozenset[str]) -> bool:
-    """Whether a node is a call that does work."""
+    """Whether a node is a call that runs a kernel in each step."""
     return node.op == "call_function" and node.name in varying and not is_free(node) and not _is_bias(node)
 
 
 def _is_bias(node: fx.Node) -> bool:
-    """Whether a call adds a vector to a product without other readers."""
+    """Whether a call adds a vector to a product that no other call reads."""
     if node.target is not aten.add.Tensor or len(operands_of(node)) != 2:
         return False
     product, bias = operands_of(node)

@@ -1,13 +1,14 @@
-"""Fold a traced model to one block of each kind and the layers before and after, with sizes linear in the batch.
+"""Fold a traced model to one block of each kind and the parts before and after the blocks, with sizes linear in the
+batch.
 
-The model, cut short, is traced twice, with two and with three sequences. Both traces must be the same program but for
-sizes, and the program of one sequence follows from them. Then every dim is `first + step * (batch - 1)`, and one folded
-program serves all micro-batch sizes. One sequence is not traced: autograd and some layers do other things for it
-(`nn.Transformer`, Mamba, `nn.BatchNorm1d` of vectors). But its program is the one that axes are propagated through: in
-it a flattened dim of tokens is the sequence, which an axis splits.
+The model, shortened to a few blocks, is traced with two and with three sequences. Both traces must be the same program
+but for sizes, and the program of one sequence is extrapolated from them. Then every dim is
+`first + step * (batch - 1)`, and one folded program serves all micro-batch sizes. One sequence is not traced, because
+autograd and some layers do other things for it (`nn.Transformer`, Mamba, `nn.BatchNorm1d` of vectors). But axes are
+propagated through the program of one sequence: in it a flattened dim of tokens is the sequence, which an axis splits.
 
-A layer class is one of three: the calls of the blocks of one kind, of everything before the blocks, or of everything
-after them. The last block that was kept stands for its kind.
+A layer class has the calls of the blocks of one kind, or of everything before the blocks, or of everything after them.
+The last block of a kind in the shortened model stands for all blocks of the kind.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class FoldedProgram:
 
     Args:
         single: the canonical program of one sequence.
-        twin: name of each node of `single` to the same node in the program of two sequences.
-        layer_of: node name to layer class: "before", "after", "list:kind", or "" for blocks that others stand for.
+        twin: for the name of each node of `single`, the same node in the program of two sequences.
+        layer_of: for the name of each node, its layer class: "before", "after" or "list:kind". It is "" in a block that
+            another block stands for.
         blocks: the layer class of every block of the whole model, in order.
-        parameters: layer class to names of the parameters' placeholders that belong to it.
-        lists: the lists of blocks.
+        parameters: for each layer class, the names of its parameters' placeholders.
+        lists: the model's lists of blocks.
     """
 
     single: Program
@@ -51,8 +53,8 @@ class FoldedProgram:
     lists: tuple[BlockList, ...] = ()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the qualified names, in the whole model, of the parameters that a parameter of the short model stands
-        for.
+        """Return the qualified names of all parameters of the whole model that parameter `name` of the shortened model
+        stands for.
 
         Empty for a parameter of a block that another block stands for.
         """
@@ -66,7 +68,7 @@ class FoldedProgram:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """All layer classes: before, the kinds of blocks, after."""
+        """Names of all layer classes: "before", the kinds of blocks, "after"."""
         return (BEFORE, *dict.fromkeys(self.blocks), AFTER)
 
 
@@ -119,12 +121,15 @@ def _named(node: fx.Node | None) -> str:
 
 
 def _size_before(two: Any, three: Any) -> Any:
-    """Return an argument of a call for one sequence: a size, or a constant."""
+    """Return a call's argument for one sequence.
+
+    An int is extrapolated from two and three sequences; others are constant.
+    """
     return 2 * two - three if type(two) is int and type(three) is int else two
 
 
 def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
-    """Return a value for one sequence."""
+    """Return a node's value for one sequence, with the shape and strides extrapolated from two and three sequences."""
     if not isinstance(two, torch.Tensor):
         return _size_before(two, three)
     shape = [2 * first - second for first, second in zip(two.shape, three.shape, strict=False)]
@@ -140,7 +145,7 @@ def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
 
 
 def is_layout(node: fx.Node) -> bool:
-    """Whether a call only changes a value's layout in memory: a view, or a copy."""
+    """Whether a call only selects a result, or only changes a value's layout in memory (a view or a copy)."""
     return is_view(node) or node.target in _COPIES or getattr(node.target, "__name__", "") == "getitem"
 
 
@@ -148,13 +153,16 @@ _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten.view.default, 
 
 
 def _kind_of(item: BlockList, index: int) -> tuple[int, bool]:
-    """The kind of the block at a place among the kept ones, and whether it is the last of its kind."""
+    """Return the kind of block `index` of the shortened model, and whether it is the last block of the kind."""
     kinds = [item.kinds[position] for position in item.kept]
     return kinds[index], kinds[index] not in kinds[index + 1 :]
 
 
 def _places(lists: Sequence[BlockList]) -> dict[str, str]:
-    """Path of each block of the short model to its layer class, "" unless it is the last of its kind."""
+    """Return the layer class of each block of the shortened model, by the block's path.
+
+    The class is "" for a block that is not the last of its kind.
+    """
     places: dict[str, str] = {}
     for item in lists:
         for index in range(len(item.kept)):
@@ -164,14 +172,18 @@ def _places(lists: Sequence[BlockList]) -> dict[str, str]:
 
 
 def _block_of(path: str, places: Mapping[str, str]) -> str | None:
-    """Return the path of the block of a module's or parameter's path, or None."""
+    """Return the path of the block that contains a module or parameter with this path, or None."""
     parts = path.split(".")
     prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((prefix for prefix in prefixes if prefix in places), None)
 
 
 def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
-    """Return the layer class of every call, by its module or else by its operands' classes."""
+    """Return the layer class of every call, by the call's name.
+
+    The class follows from the call's module. A sum of gradients outside of blocks belongs to the block of its operands.
+    All further calls belong to the part before or after the blocks, by their position.
+    """
     blocks: dict[str, str | None] = {}
     order = [node for node in program.graph.nodes if node.op == "call_function"]
     for node in order:
@@ -191,7 +203,7 @@ def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
 
 
 def _inherited(node: fx.Node, blocks: Mapping[str, str | None]) -> str | None:
-    """Return the block of a sum of gradients: the block of its latest operand."""
+    """Return the path of the block of a sum of gradients: the block of its latest operand that has one. Else None."""
     if node.meta["phase"] == "forward" or "add" not in str(node.target):
         return None
     known = [blocks[item.name] for item in node.all_input_nodes if blocks.get(item.name) is not None]
@@ -203,7 +215,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: str) -> tuple[int, int]:
-    """Positions of the first and the last call of a phase that lies in a block."""
+    """Return the positions in `order` of the first and the last call of a phase that lies in a block."""
     inside = [
         index for index, node in enumerate(order) if node.meta["phase"] == phase and blocks[node.name] is not None
     ]
@@ -211,7 +223,10 @@ def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: s
 
 
 def _parameters(program: Program, places: Mapping[str, str], layer_of: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Group parameters by layer class: a block's own parameters; others go to their first reader's class."""
+    """Return the placeholders of the parameters of each layer class.
+
+    A block has its own parameters. Each further parameter belongs to the class of its first reader.
+    """
     found: dict[str, list[str]] = {}
     nodes = program.nodes_by_name()
     for slot in program.inputs_of(InputKind.PARAMETER):

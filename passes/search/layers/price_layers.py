@@ -1,8 +1,7 @@
 """Price layer classes: seconds of computation by kind, bytes of every collective, bytes of memory.
 
-Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds of kernels with different bounds
-(products, attention, memory) are kept apart. The step's model (`cost_models.step`) weighs each part, and lets
-communication run beside the parts.
+Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds of products, of attention and of
+memory-bound kernels are kept apart, because communication overlaps with each in another way (`price_phases`).
 
 A search prices a model under thousands of layouts, which have most kernels in common. The time of a kernel depends only
 on the sizes of axes that split its tensors. So kernels are priced in groups that depend on the same axes.
@@ -34,12 +33,12 @@ from passes.search.layers.propagate_axis import MoveKind
 EXPERT = "expert"
 
 Sizes = Mapping[str, int]
-"""Sizes of axes."""
+"""The number of ranks of each axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Seconds of a device in kernels of each bound (products, attention, memory), and the number of kernels.
+    """Seconds of a device in kernels of each kind (products, attention, memory-bound), and the number of kernels.
 
     Some products make parameters' gradients, and no other kernel waits for these products. `weight_gradient_s` is their
     part of `matmul_s`, and `weight_gradient_kernels` is their number.
@@ -58,7 +57,7 @@ class Busy:
 
     @property
     def total_s(self) -> float:
-        """Seconds of computation."""
+        """Seconds of computation in all kernels."""
         return self.matmul_s + self.attention_s + self.memory_s
 
 
@@ -66,7 +65,7 @@ class Busy:
 class AxisTraffic:
     """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
 
-    `copies` is how often `bytes` counts each token: once, or once for each of its experts.
+    `copies` says how often `bytes` counts each token: once, or once for each of its experts.
     """
 
     axis: str
@@ -77,7 +76,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """The price of one run of a layer's phase.
+    """The price of one layer in one phase, forward or backward.
 
     Args:
         busy: all kernels of the phase.
@@ -94,17 +93,17 @@ class PhasePrice:
 
 @dataclass(kw_only=True, eq=False)
 class LayerPrice:
-    """The price of one layer of a class, for one micro-batch. A phase is priced when it is read.
+    """The price of one layer of a class, for one micro-batch on one rank. A phase is priced when it is first read.
 
     Args:
-        saved_bytes: bytes saved for the backward.
+        saved_bytes: bytes of values that the forward keeps for the backward.
         core_bytes: the part of `saved_bytes` in attention's core.
         entering_bytes: bytes of values from other layer classes.
         workspace_bytes: the most bytes that one kernel reads and writes, without saved values.
         parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
         matrices: the number of these parameters that have two dims or more.
         expert_parameters: elements on each rank of the parameters that the expert axis splits.
-        phase: prices the "forward" or the "backward".
+        phase: a function that prices the "forward" or the "backward".
     """
 
     saved_bytes: int
@@ -118,22 +117,22 @@ class LayerPrice:
 
     @cached_property
     def forward(self) -> PhasePrice:
-        """The forward."""
+        """Price of the forward."""
         return self.phase("forward")
 
     @cached_property
     def backward(self) -> PhasePrice:
-        """The backward."""
+        """Price of the backward."""
         return self.phase("backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Hardware and software that run the kernels.
+    """A pricer of kernels: the hardware and software that run them.
 
     Args:
         device: the hardware.
-        precision: the precision of products in blocks; elsewhere "f8" counts as 16 bits.
+        precision: the precision of products in blocks. Outside of blocks, "f8" counts as 16 bits.
         separate_experts: whether each expert's product is a kernel of its own.
     """
 
@@ -142,8 +141,11 @@ class Products:
     separate_experts: bool = False
 
     def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
-        """Price a kernel for `batch` sequences on axes of these sizes."""
-        # tokens that are exchanged for other ranks' stay as many, weights do not
+        """Return the time of a kernel for `batch` sequences on axes of these sizes.
+
+        `is_block` says whether the kernel is in a block. Only there products run in 8 bits.
+        """
+        # an exchange keeps the number of a rank's tokens; of weights a rank has its share
         alone = {**sizes, EXPERT: 1}
         inputs, outputs = (
             tuple(
@@ -161,7 +163,7 @@ class Products:
         is_shared = EXPERT in splits and kernel.operator not in EXCHANGES
         if done.products and is_shared and sizes.get(EXPERT, 1) > 1:
             done = _shared_out(done, kernel, sizes[EXPERT])
-            if self.separate_experts:  # the last wave of each leaves processors idle
+            if self.separate_experts:  # the last wave of each product leaves processors idle
                 each = tuple(item._replace(batch=1) for item in done.products for _ in range(item.batch))
                 kernels = len(each)
                 done = done._replace(products=each, steps=max(1, kernels))
@@ -170,7 +172,7 @@ class Products:
             done = done._replace(dtype=self.precision if self.precision != "f8" else "bf16")
         is_narrow = is_block and self.precision == "f8"
         if is_narrow and done.products and (kernel.has_weight or kernel.makes_gradient):
-            # operands are read once, and written in eight bits as they are and transposed
+            # an operand is read once, and written twice in eight bits: as it is and transposed
             quantising_s = sum(
                 memory_time(math.prod(item.shape) * (item.itemsize + 2), self.device) for item in inputs[:1]
             )
@@ -186,7 +188,7 @@ class Products:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """The products of one rank, which has a share of the experts and takes their tokens from all ranks."""
+    """Return the products of one rank that has a share of the experts, and takes their tokens from all ranks."""
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
     shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
@@ -200,8 +202,9 @@ class _KernelGroup:
     Args:
         axes: the axes.
         varies: whether the price depends on the micro-batch.
-        kernels: each kernel, and whether it counts in the phase's `busy`, `core` and `tail`.
-        prices: the group's share of (busy, core, tail), by block or not, micro-batch and sizes of the axes.
+        kernels: pairs of a kernel and three flags: whether it counts in the phase's `busy`, `core` and `tail`.
+        prices: known sums over the kernels for `busy`, `core` and `tail`. The key is (is_block, micro-batch, sizes of
+            the axes).
     """
 
     axes: tuple[str, ...]
@@ -211,13 +214,14 @@ class _KernelGroup:
 
 
 class _Held(NamedTuple):
-    """The values of a layer class by shape.
+    """The values of a layer class, counted by shape.
 
     Args:
-        values: the shapes.
-        kept: counts of each shape among saved values, those in attention's core, entering values, and the values of
-            each workspace, [3 + workspaces, shapes].
-        parameters: counts of each shape among parameters that all replicas hold, and among experts', [2, shapes].
+        values: the different shapes.
+        kept: how often each shape occurs, [3 + workspaces, shapes]. The rows are saved values, saved values in
+            attention's core, entering values, and the values of each workspace.
+        parameters: how often each shape occurs among parameters that all replicas hold, and among experts' parameters,
+            [2, shapes].
         matrices: the number of parameters with two dims or more that all replicas hold.
     """
 
@@ -228,7 +232,14 @@ class _Held(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A layer class in parts: groups of each phase, its values, and the axes on whose sizes its price depends."""
+    """A layer class prepared for pricing.
+
+    Args:
+        groups: for each phase, its groups of kernels.
+        held: its values.
+        axes: the axes on whose sizes its price depends.
+        is_block: whether it is a class of blocks.
+    """
 
     groups: Mapping[str, list[_KernelGroup]]
     held: _Held
@@ -244,7 +255,7 @@ Key = tuple[object, str]
 
 @dataclass
 class LayerPricer:
-    """Price the layer classes of a model, and remember the prices.
+    """Price the layer classes of a model, and keep the prices.
 
     A product in 8 bits saves its operands in 8 bits (Transformer Engine, module/linear.py: `saved_inputmat`).
     """
@@ -255,7 +266,10 @@ class LayerPricer:
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
-        """Return the price of the layer class `key`, for `batch` sequences on axes of these sizes."""
+        """Return the price of the layer class `key`, for `batch` sequences on axes of these sizes.
+
+        `layer` has the kernels, collectives and values of the class.
+        """
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
         parts = self._parts[key]
@@ -293,7 +307,7 @@ class LayerPricer:
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
-        """Return the groups of a phase; kinds of recipes with the same kernels share groups."""
+        """Return the kernels of a phase in groups. Kinds of recipes with the same kernels share the group objects."""
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
         products = [self.products.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
@@ -307,7 +321,7 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """Return a collective of a layer class that `entering` bytes enter."""
+    """Return a collective for `batch` sequences; `entering` is the bytes of values that enter the layer class."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -321,7 +335,7 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
     saved = [_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value)
              for item in layer.saved]  # fmt: skip
     core = [value for value, item in zip(saved, layer.saved, strict=True) if item.is_core]
-    # rows that experts' ranks exchange stay as many; of experts' weights and gradients a rank has its share
+    # an exchange keeps the number of a rank's rows; of experts' weights and gradients it has its share
     workspaces = [[_whole(item) if any(item.step) else item for item in items] for items in layer.workspaces]
     kept = [saved, core, list(map(_whole, layer.entering)), *workspaces]
     dense, expert = (
@@ -338,12 +352,15 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value without its split by experts: an exchange of rows between ranks does not change their number."""
+    """Return a value without its split by the expert axis.
+
+    An exchange of rows between ranks does not change their number.
+    """
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """The bytes and parameters of a `LayerPrice`."""
+    """Return the bytes and numbers of parameters of a `LayerPrice`, by the names of its fields."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

@@ -1,7 +1,7 @@
 """A model ready to be priced under any recipe: traced and folded once, with its layouts and layer classes.
 
-Layouts and layer classes depend only on the recipe's kind: its axes, sequence parallelism and fusion. They are computed
-at the first recipe of the kind. Other recipes of the kind take arithmetic only.
+Layouts and layer classes depend only on the recipe's kind: which axes exist, sequence parallelism, and fusion. They are
+computed at the first recipe of the kind. Each later recipe of the kind needs arithmetic only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes.strategies.enumerate_strategies import SearchSpace
 
 
 class RecipeKind(NamedTuple):
-    """The fields of a recipe that decide how values are split: flags, and whether each axis exists."""
+    """The fields of a recipe that decide how values are split: flags, and whether each axis has several ranks."""
 
     tensor: bool
     sequence_parallel: bool
@@ -41,7 +41,7 @@ class RecipeKind(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Execution) -> RecipeKind:
-        """The kind of a recipe."""
+        """Return the kind of a recipe."""
         has_context, has_experts = recipe.context > 1, recipe.expert > 1
         split, fused = recipe.expert_tensor > 1, recipe.runtime.fused
         return cls(recipe.tensor > 1, recipe.sequence_parallel, has_context, has_experts, split, fused)
@@ -54,7 +54,7 @@ class CountedModel:
     Args:
         blocks: the layer class of every block, in order.
         tokens: elements of the first integer input of one sequence; 0 without such an input.
-        count: returns the layer classes under the layouts of a kind of recipe.
+        count: a function from a kind of recipe to the layer classes, by name.
         has_experts: whether the model has experts to share out.
     """
 
@@ -69,15 +69,16 @@ class CountedModel:
     _cores: dict[RecipeKind, bool] = field(default_factory=dict, init=False, repr=False)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """Return the dims that a kind of recipe splits in blocks, with their axes; without blocks, in all layer
-        classes.
+        """Return the dims that a kind of recipe splits in blocks: pairs of a dim's size for one sequence and the axes.
+
+        For a model without blocks, the dims of all layer classes are returned.
         """
         if kind not in self._splits:
             self._splits[kind] = frozenset().union(*(each.splits for each in self._blocks_of(kind)))
         return self._splits[kind]
 
     def has_core(self, kind: RecipeKind) -> bool:
-        """Whether selective recomputation recomputes any value; fused attention has no such core."""
+        """Whether selective recomputation recomputes any value. In a fused attention there is none to recompute."""
         if kind not in self._cores:
             parts = (part for each in self._blocks_of(kind) for part in (*each.forward.kernels, *each.saved))
             self._cores[kind] = bool(self.blocks) and any(part.is_core for part in parts)
@@ -90,9 +91,9 @@ class CountedModel:
     def layer_prices(
         self, recipe: Execution, cluster: Cluster, batch: int | None = None, sizes: Mapping[str, int] | None = None
     ) -> Mapping[str, LayerPrice]:
-        """Return the price of each layer class under a recipe.
+        """Return the price of each layer class under a recipe, by name.
 
-        `batch` replaces the recipe's micro-batch; `sizes` replaces the sizes of its axes.
+        `batch` replaces the recipe's micro-batch. `sizes` replaces the numbers of tensor, context and expert ranks.
         """
         runtime, kind, batch = recipe.runtime, RecipeKind.of(recipe), batch or recipe.micro_batch
         sizes = sizes or {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
@@ -106,7 +107,7 @@ class CountedModel:
 
 @dataclass
 class PricedModel:
-    """A folded program with its data for prices, computed when first read."""
+    """A folded program with its data for prices. Each property is computed when it is first read."""
 
     folded: FoldedProgram
     _tensor: dict[tuple[bool, bool], AxisLayout] = field(default_factory=dict)
@@ -136,13 +137,13 @@ class PricedModel:
         return next((value.numel() for value in values if not value.dtype.is_floating_point), 0)
 
     def layers(self, kind: RecipeKind) -> Mapping[str, LayerClass]:
-        """The layer classes, split as a kind of recipe splits them."""
+        """Return the layer classes by name, with their tensors split as a kind of recipe splits them."""
         if kind not in self._layers:
             self._layers[kind] = count_layers(self.folded, self.layouts(kind), fused=kind.fused)
         return self._layers[kind]
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
-        """Return the split of the program by each axis of a kind of recipe.
+        """Return, for each axis of a kind of recipe, how the axis splits the program.
 
         Raises:
             RecipeError: the recipe divides experts among ranks, and the model has none.
@@ -186,10 +187,11 @@ class PricedModel:
 
     @cached_property
     def _experts(self) -> tuple[str, ...]:
-        """Parameters with a matrix for each expert: parameters of layers of experts, or else stacks of matrices.
+        """Names of the parameters that have a matrix for each expert.
 
-        Stacks have three dims, and batched or grouped products read them. Biases count if their number equals that of
-        stacks.
+        They are operands of experts' operators (`kernels.experts`). A model without these operators may have stacks of
+        matrices: parameters of three dims that batched or grouped products read. Each parameter of three dims with as
+        many experts as a stack counts too, such as a bias.
         """
         if layers := matrices_of_layers(self.folded):
             return tuple(dict.fromkeys(source_of(node)[0].name for node in layers))

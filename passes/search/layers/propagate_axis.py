@@ -1,19 +1,23 @@
-"""Propagate one mesh axis through a program, as an expert's recipe would: specs flow from fixed values to the others.
+"""Propagate one mesh axis through a program, as an expert's recipe would: specs flow from fixed values to all other
+values.
 
-The axes of a recipe are independent: each splits, or leaves alone, every value by itself. So each axis is propagated
-alone, on a mesh of its own, over the strategies that the rules admit, in program order:
+The axes of a recipe are independent: each axis splits a value, or leaves it whole, whatever the other axes do. So each
+axis is propagated alone, on a mesh of its own. Calls are visited in program order, and each takes one of the strategies
+of its sharding rule:
 
-1. Inputs are as the axis asks (split along the sequence, or whole). Parameters are free until their first reader.
-2. A call takes the strategy that moves the fewest bytes, given how its operands lie. Parameters do not move. Moves that
-   a policy forbids cost infinitely much; among equal strategies the one that splits more wins.
-3. A partial value is reduced at its first use but by views and sums, and stays so. A gathered one is not kept.
+1. The policy fixes the specs of inputs: split along the sequence, or whole. The spec of a parameter is free until the
+   first call that reads it.
+2. A call takes the strategy that moves the fewest bytes, given the specs of its operands. Parameters do not move. A
+   move that the policy forbids costs infinitely much. Among equal strategies the strategy that splits more wins.
+3. A partial value is reduced at its first use by a call that is not a view or a sum, and stays reduced. A gathered
+   copy is not kept.
 4. An activation that is split because of a parameter may have to be gathered in the forward, for a norm or a router's
-   softmax. Then splitting that parameter was a mistake: it stays whole, and 1 starts again.
+   softmax. Then splitting that parameter was a mistake. The parameter is fixed as whole, and the walk starts again.
 
-Column and row splits of Megatron-LM (Shoeybi et al. 2019, section 3) follow. A product's weight is free, so its result
-is split without a move. The next weight is split along the contracted dim, and its partial result is reduced. With a
-sequence layout given, partial results are scattered along the sequence instead (Korthikanti et al. 2022, section
-4.2.2).
+The column and row splits of Megatron-LM follow (Shoeybi et al. 2019, section 3). The weight of a product is free, so
+the product's result is split without a move. The next weight is split along the contracted dim, and its partial result
+is reduced. With a given layout of the sequence, partial results are reduce-scattered along the sequence instead
+(Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -36,17 +40,17 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSp
 
 AXIS = "axis"
 MESH = Mesh({AXIS: 2})
-"""The axis is propagated with two ranks; the split dims do not depend on the number of ranks."""
+"""A mesh of one axis with two ranks. The split dims do not depend on the number of ranks."""
 
 WHOLE = PartitionSpec()
 
 LAYERS = frozenset({kernels.experts, kernels.experts_backward})
-"""Layers of experts that are one operator, forward and backward."""
+"""The operators that compute all experts of a layer at once, forward and backward."""
 _Key = tuple[str, int]
 
 
 class MoveKind(Enum):
-    """How a value changes its layout over the axis."""
+    """The kind of a collective over the axis."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -56,7 +60,10 @@ class MoveKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AxisMove:
-    """A collective over the axis: the value (site, result) changes its spec before call `reader`."""
+    """A collective over the axis that changes the spec of a value before the call `reader`.
+
+    `value` is the name of the node that made the value, and the index of the value among the node's results.
+    """
 
     value: _Key
     reader: str
@@ -65,10 +72,11 @@ class AxisMove:
 
 @dataclass(frozen=True, slots=True)
 class AxisLayout:
-    """How one axis splits a program.
+    """The split of a whole program by one axis.
 
     Args:
-        operands, results: specs of each call's operands and results (a placeholder has one result).
+        operands, results: for the name of each node, the specs of its operands and results. A placeholder has one
+            result.
         moves: the collectives, in program order.
     """
 
@@ -77,22 +85,26 @@ class AxisLayout:
     moves: tuple[AxisMove, ...]
 
     def dim_of(self, key: _Key) -> int | None:
-        """The dim of a value that the axis splits, or None."""
+        """Return the dim of a value that the axis splits, or None.
+
+        The key is a node's name and the index of its result.
+        """
         return self.results[key[0]][key[1]].dim_of(AXIS)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The task of an axis.
+    """The part of a recipe that says how an axis splits a program.
 
     Args:
-        inputs: placeholder to the spec of an input; absent ones are whole.
-        splits_parameters: whether free parameters may be split.
-        parameters: placeholder to its spec, fixed.
-        sequence: the layout of the context axis, along whose dims partial results are scattered and whole ones sliced;
-            None: activations outside of split products stay whole.
-        exchanges: moves between whole and split activations are all-to-alls: "whole" means each rank's own tokens.
-        routed: calls whose strategy is given, see `passes.search.layers.route_tokens`.
+        inputs: for the placeholders of split inputs, their specs. All other inputs are whole.
+        splits_parameters: whether parameters that are not fixed may be split.
+        parameters: for the placeholders of fixed parameters, their specs.
+        sequence: the layout of the context axis, or None. Partial results are scattered, and whole results sliced,
+            along the dims that it splits. With None, activations outside of split products stay whole.
+        exchanges: whether each rank has its own tokens, as on the expert axis. Then "whole" means all values of the
+            rank's own tokens, and each move between whole and split activations is an all-to-all.
+        routed: the strategies of calls that are given, see `passes.search.layers.route_tokens`.
     """
 
     inputs: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -104,9 +116,11 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """The strategies of every call of a canonical program on one axis; no rings and exchanges inside of a call.
+    """Return the strategies of every call of a canonical program on one axis, but none with communication inside of a
+    call.
 
-    These have no price here. The axis that shares out experts is given its exchanges (`route_tokens.shared_layers`).
+    Ring attention and the exchange inside of experts have no price here. The expert axis gets its exchanges from
+    `route_tokens.shared_layers`.
     """
     space = EnumerateStrategies(MESH)(program)
     return replace(space, sites={name: _without_exchanges(site) for name, site in space.sites.items()})
@@ -118,14 +132,14 @@ def _without_exchanges(site: Site) -> Site:
 
 
 def _exchanges(target: object, inputs: Sequence[PartitionSpec]) -> bool:
-    """Whether a call exchanges tokens or keys with other ranks while it runs."""
+    """Whether a strategy with these operand specs exchanges tokens or keys with other ranks while the call runs."""
     if is_ring(target, inputs):
         return True
     return target in LAYERS and all(spec.dim_of(AXIS) == 0 for spec in (inputs[0], inputs[-1]))
 
 
 def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
-    """Return the layout of a policy."""
+    """Return how an axis splits a program under a policy. `space` has the program and the strategies of its calls."""
     whole: set[str] = set()
     while True:
         attempt = _Propagation(space, policy, frozenset(whole))
@@ -138,7 +152,7 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
 
 
 class _SplitInVainError(Exception):
-    """Splitting some parameters was a mistake."""
+    """An activation had to be gathered because these parameters were split, so they must stay whole."""
 
     def __init__(self, parameters: frozenset[str]) -> None:
         super().__init__(*parameters)
@@ -147,7 +161,21 @@ class _SplitInVainError(Exception):
 
 @dataclass
 class _Propagation:
-    """One walk through the program; `whole` are the parameters that must not be split."""
+    """One walk through the program. A key is a node's name and the index of a result.
+
+    Args:
+        space, policy: see `propagate_axis`.
+        whole: names of parameters that must not be split.
+        operands, results, moves: the layout so far, see `AxisLayout`.
+        state: the spec in which each value was made; None for a value that is still free.
+        origins: for each value, the parameters because of which it is split.
+        viewed: for each view of a free value, the viewed value.
+        base: for each value, the value that owns its memory.
+        reduced: for each partial value that was reduced, its spec since then.
+        gathered: pairs of a value and the phase in which a whole copy of it exists.
+        gradients: for each gradient of a parameter, the parameter's name.
+        parameters: names of the parameters' placeholders.
+    """
 
     space: SearchSpace
     policy: Policy
@@ -165,10 +193,10 @@ class _Propagation:
     parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Walk.
+        """Walk through the program once, and fill in the layout.
 
         Raises:
-            _SplitInVainError: for parameters that should not have been split.
+            _SplitInVainError: some parameters should not have been split.
         """
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
@@ -184,7 +212,10 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """Place a placeholder: a parameter is free unless the policy fixes it, an input has the policy's spec."""
+        """Set the spec of a placeholder.
+
+        An input has the policy's spec, and so has a fixed parameter. Else a parameter is free.
+        """
         key = (name, 0)
         self.base[key] = key
         if name in self.parameters:
@@ -197,7 +228,11 @@ class _Propagation:
         self.results[name] = (self.state[key] or WHOLE,)
 
     def _call(self, site: Site, read: list[_Key]) -> None:
-        """Choose a strategy, record it and the moves to it."""
+        """Choose the cheapest strategy of a call; record the strategy, and the collectives that bring its operands into
+        it.
+
+        `read` has the keys of the call's operands.
+        """
         for index in range(len(site.results)):
             is_same = site.is_alias and read and self._size((site.name, index)) == self._size(read[0])
             self.base[site.name, index] = self.base[read[0]] if is_same else (site.name, index)
@@ -217,14 +252,14 @@ class _Propagation:
             self.origins[site.name, index] = origin if spec.dims else frozenset()
 
     def _stay_free(self, site: Site, read: _Key) -> None:
-        """Keep a view of a free parameter free; the view's first reader decides for both."""
+        """Keep a view of a free parameter free. The first reader of the view decides the spec of both."""
         key = (site.name, 0)
         self.state[key], self.origins[key] = None, self.origins[read]
         self.operands[site.name], self.results[site.name] = (WHOLE,), (WHOLE,)
         self.viewed[key] = read
 
     def _settle(self, key: _Key, spec: PartitionSpec) -> None:
-        """Fix the spec of a free value, and of the parameter that it views."""
+        """Fix the spec of a free value, and of the parameter that it is a view of."""
         self.state[key] = spec
         self.results[key[0]] = (spec,)
         parent = self.viewed.get(key)
@@ -236,11 +271,11 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """Return the spec of a view's operand that gives its result `spec`, or None."""
+        """Return the operand's spec with which a view has a result of spec `spec`, or None."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _can_settle(self, key: _Key, spec: PartitionSpec) -> bool:
-        """Whether a free value can be given a spec."""
+        """Whether a free value may get a spec: each parameter that it is a view of must get a fitting spec too."""
         parent = self.viewed.get(key)
         if parent is None:
             return self.state[key] is None or self.state[key] == spec
@@ -248,7 +283,11 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value: its first spec, unless its shared memory was reduced since."""
+        """Return the present spec of a value, or None if it is free.
+
+        This is the spec in which the value was made. If a value in the same memory was reduced since, it is the reduced
+        spec.
+        """
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -258,8 +297,16 @@ class _Propagation:
         return WHOLE if dim is None else _split_at(dim)
 
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
-        """Return the cost: first split weights (vectors follow their operands); then bytes moved; then splits of whole
-        values.
+        """Return the cost of a strategy as a tuple. Tuples are compared item by item, and the smallest is best.
+
+        * Weights that become split; more are better. Vectors follow the other operands, and do not count.
+        * Whether a parameter's gradient has other split dims than the parameter.
+        * Whether activations stay partial.
+        * Bytes moved.
+        * Whole values that are cut.
+        * Split results; more are better, but not for lookups in a table.
+
+        A forbidden strategy costs infinity.
         """
         moved, cuts, free = 0.0, 0, 0
         for key, need in zip(read, strategy.inputs, strict=True):
@@ -283,9 +330,10 @@ class _Propagation:
         return (-free, self._is_astray(site, strategy), self._carries_on(site, strategy), moved, cuts, is_split)
 
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
-        """Split only calls that read a split operand, and leave no value partial, because experts keep to themselves.
+        """Return the cost of a strategy on the expert axis, as a tuple like that of `_cost`.
 
-        A gradient is made where its parameter lies.
+        A call may be split only if it reads a split operand, and no value may be partial, because each expert works
+        alone. A gradient is made where its parameter lies.
         """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
@@ -294,7 +342,7 @@ class _Propagation:
         return (self._is_astray(site, strategy), moved, sum(bool(spec.dims) for spec in specs))
 
     def _is_astray(self, site: Site, strategy: Strategy) -> bool:
-        """Whether a parameter's gradient would have another spec than the parameter, apart from a reduction."""
+        """Whether a strategy gives a parameter's gradient other split dims than the parameter has."""
         owners = (self.gradients.get((site.name, index)) for index in range(len(strategy.outputs)))
         wanted = (None if owner is None else self.state[owner, 0] for owner in owners)
         return any(
@@ -302,18 +350,24 @@ class _Propagation:
         )
 
     def _carries_on(self, site: Site, strategy: Strategy) -> bool:
-        """Whether activations stay partial beyond views and sums; they have to be reduced where they are made."""
+        """Whether a strategy leaves an activation partial beyond views and sums, and not reduced where it is made."""
         if site.is_alias or (site.name, 0) in self.gradients:
             return False
         partial = [need.is_partial for need in strategy.inputs]
         return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
-        """Whether a table may be split: inputs are looked up in it, not positions."""
+        """Whether a call may read its free operand split as `need`.
+
+        A table of positions, not looked up by inputs, stays whole.
+        """
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        """Bytes of moving a value into a spec; infinite if the policy forbids the move."""
+        """Return the bytes of changing a value's spec from `have` to `need` for a call.
+
+        A forbidden change costs infinity.
+        """
         if self._is_there(key, have, need, site):
             return 0.0
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
@@ -342,7 +396,11 @@ class _Propagation:
         return float(math.prod(value.shape) * value.itemsize)
 
     def _bring(self, site: Site, key: _Key, need: PartitionSpec) -> None:
-        """Bring an operand into the needed spec."""
+        """Change the spec of an operand to `need`, and record the collective for it.
+
+        Raises:
+            _SplitInVainError: the operand would be gathered in the forward because of a parameter's split.
+        """
         have = self._have(key)
         if have is None:
             self._settle(key, need)
@@ -364,7 +422,11 @@ class _Propagation:
             self.gathered.add((self.base[key], site.phase))
 
     def _is_there(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
-        """Whether a call needs no move: a copy was gathered in this phase, or exchanged at any time before."""
+        """Whether a call needs no collective for an operand.
+
+        It needs none if the spec is right, if it reads the shape alone, or if a whole copy was gathered in this phase.
+        On the expert axis, an exchange at any time before counts too.
+        """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read:
             return True
@@ -378,7 +440,7 @@ def _split_at(dim: int) -> PartitionSpec:
 
 
 def _gradient_owners(space: SearchSpace, parameters: frozenset[str]) -> dict[_Key, str]:
-    """Map gradients of parameters, with their addends and views, to the parameters."""
+    """Return, for each gradient of a parameter and for each addend of a gradient, the name of the parameter."""
     owners = {
         (link.tail, link.result): link.head for link in space.links if link.operand < 0 and link.head in parameters
     }
@@ -405,7 +467,7 @@ _FACTORIES = frozenset({
     torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default, torch.ops.aten.new_full.default,
     torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.empty_like.default,
 })  # fmt: skip
-"""Calls that read the shape of their operand alone."""
+"""Calls that read only the shape of their operand."""
 
 
 def _is_lookup(site: Site) -> bool:
@@ -413,7 +475,7 @@ def _is_lookup(site: Site) -> bool:
 
 
 def _reads_inputs(site: Site) -> bool:
-    """Whether a lookup's indices come from the program's inputs."""
+    """Whether the indices of a lookup come from the program's inputs."""
     assert site.node is not None
     indices = site.node.args[1]
     seen: list[fx.Node] = [indices] if isinstance(indices, fx.Node) else []

@@ -1,19 +1,19 @@
-"""Find the calls that work on tokens in the order of their experts, and how an axis that splits tokens splits them.
+"""Find the calls that work on tokens sorted by expert, and their strategies on an axis that splits tokens.
 
-A mixture of experts sorts tokens by the experts that they are for, computes on them in that order, and puts results
-back. To a sharding rule a sort needs all tokens. But the result of one token depends on no other token. Ranks with some
-of the tokens each route these alone, as if they were batches. So does Megatron-LM's dispatcher
+A mixture of experts sorts tokens by the experts that they go to, and computes in that order. Then it puts results back
+into the order of the tokens. To a sharding rule a sort needs all tokens. But the result of one token depends on no
+other token. So each rank can route its own tokens alone, as if they were a batch. Megatron-LM's dispatcher does this
 (megatron/core/transformer/moe/token_dispatcher.py): tokens enter it as tensor and context ranks have them, and its
 exchange spans these ranks too.
 
-1. The indices of a sort of the choices of a top-k are an *order*; the indices of a sort of an order put tokens back.
-2. Values that are selected by an order lie in it, and so do values computed of them, until they are put back. In the
-   backward the transposes of these two selections, sums at indices, do the same.
-3. In such a call the axis splits the dim of each operand and result that grows with the number of sequences, and
-   nothing else. A result that does not grow (a weight's gradient) is partial.
+1. The sort of a top-k's choices gives an *order*. The sort of an order gives the indices that put tokens back.
+2. A value that is selected by an order is sorted by expert. So is each value computed from it, until it is put back. In
+   the backward, the transposes of these two selections (`index_add`) do the same.
+3. In such a call the axis splits the dim of each operand and result that grows with the number of sequences, and no
+   other dim. A result that does not grow (the gradient of a weight) is partial.
 
-A layer of experts that is one operator (`autoshard.kernels.experts`) routes its tokens itself. An axis that splits
-tokens splits it as it splits the calls above; an axis that shares out experts splits the experts' matrices.
+A layer of experts may also be one operator (`autoshard.kernels.experts`), which routes its tokens itself. An axis that
+splits tokens splits this operator like the calls above. The expert axis splits the matrices of its experts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SELECTIONS = frozenset({aten.index_select.default, aten.index_add.default})
 
 
 def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
-    """The calls on tokens in the order of their experts, with their strategy on an axis that splits tokens.
+    """Return the calls on tokens sorted by expert, by name, with their strategy on an axis that splits tokens.
 
     Args:
         folded: the program; its two traces tell which dims grow with the number of sequences.
-        axis: whose ranks each have some of the tokens.
+        axis: the axis, on which each rank has some of the tokens.
     """
     found: dict[str, Strategy] = {}
     for node in (*_in_experts_order(folded), *layers_of_experts(folded)):
@@ -54,23 +54,29 @@ def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
 
 
 def layers_of_experts(folded: FoldedProgram) -> list[fx.Node]:
-    """The calls of layers of experts that are one operator."""
+    """Return the calls of operators that compute all experts of a layer at once (`LAYERS`)."""
     return [node for node in folded.single.graph.nodes if node.op == "call_function" and node.target in LAYERS]
 
 
 def matrices_of_layers(folded: FoldedProgram) -> list[fx.Node]:
-    """Operands of layers of experts with the experts along dim 0."""
+    """Return the operands of forward calls of `kernels.experts` that have a matrix for each expert along dim 0."""
     layers = (node for node in layers_of_experts(folded) if node.target is kernels.experts)
     return [operand for node in layers for operand in operands_of(node)[FIRST_MATRIX:]]
 
 
 def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
-    """Layers of experts under an axis that shares the experts out; each rank has its own tokens."""
+    """Return the strategy of each call of `LAYERS` on the expert axis, by the call's name.
+
+    Each rank has its own tokens.
+    """
     return {node.name: _shared(node, axis) for node in layers_of_experts(folded)}
 
 
 def _shared(node: fx.Node, axis: str) -> Strategy:
-    """Return the strategy that splits matrices, and in the backward their gradients, which are the last results."""
+    """Return the strategy that splits the matrices of a call of experts along dim 0.
+
+    In the backward it also splits their gradients, which are the last results.
+    """
     split, whole = PartitionSpec(axis), PartitionSpec()
     is_backward = node.target is kernels.experts_backward
     first = FIRST_MATRIX + is_backward
@@ -81,7 +87,7 @@ def _shared(node: fx.Node, axis: str) -> Strategy:
 
 
 def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:
-    """Return the calls that make an order, or that read or make tokens in an order."""
+    """Return the calls that compute an order, or that read or make tokens sorted by expert."""
     forth: set[fx.Node] = set()
     back: set[fx.Node] = set()
     found = []
@@ -117,7 +123,7 @@ def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strateg
 
 
 def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
-    """Return, for each of a node's tensors, the spec that splits the dim that grows with the number of sequences."""
+    """Return, for each tensor of a node, the spec that splits the dim that grows with the number of sequences."""
     values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
     return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
 

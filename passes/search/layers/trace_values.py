@@ -1,4 +1,7 @@
-"""Follow values through a folded program: who made them, who reads them, views and needless copies undone."""
+"""Follow values through a folded program: which call made a value, and which calls read it.
+
+Views are skipped, and so are layout copies that kernels do not need.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ aten = torch.ops.aten
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a call makes no value: a view, a selection, or a layout copy that kernels do without."""
+    """Whether a call takes no time: a view, a selection of a result, or a layout copy that kernels do not need."""
     return node.op == "call_function" and is_layout(node) and not _is_copy(node)
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a layout copy that is really made, because no neighbour, apart from views, reads strided
-    tensors.
+    """Whether a call is a layout copy that really runs.
+
+    A copy next to attention or a batched product does not run, because they read strided tensors. Views between them
+    and the copy do not matter.
     """
     if node.target is not aten.clone.default:
         return False
@@ -35,7 +40,7 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that made a value, through views, and the index of the value among its results."""
+    """Return the node that made a value, and the index of the value among the node's results. Views are skipped."""
     while is_free(node) and node.all_input_nodes:
         parent = node.all_input_nodes[0]
         if getattr(node.target, "__name__", "") == "getitem" and not is_layout(parent):
@@ -47,7 +52,7 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def readers_of(node: fx.Node, index: int | None = None) -> list[fx.Node]:
-    """Return the calls that read a node's results, or one result, through views."""
+    """Return the calls that read the results of a node, or only result `index`, directly or through views."""
     found: dict[fx.Node, None] = {}
     waiting = [user for user in node.users if index is None or not _is_other(user, node, index)]
     while waiting:
@@ -65,7 +70,7 @@ def _is_other(user: fx.Node, node: fx.Node, index: int) -> bool:
 
 
 def depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:
-    """Nodes whose value depends on some of the placeholders `sources`."""
+    """Return the names of the nodes whose values depend on the placeholders `sources`, with the sources."""
     found = set(sources)
     for node in folded.single.graph.nodes:
         if any(item.name in found for item in node.all_input_nodes):
@@ -74,13 +79,16 @@ def depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:
 
 
 def makers_of_outputs(folded: FoldedProgram) -> frozenset[str]:
-    """Nodes that make a parameter's gradient."""
+    """Return the names of the nodes that make the program's outputs, such as gradients of parameters."""
     nodes = folded.single.nodes_by_name()
     return frozenset(source_of(nodes[slot.node])[0].name for slot in folded.single.outputs if slot.node in nodes)
 
 
 def attention_cores(folded: FoldedProgram) -> frozenset[str]:
-    """Forward calls between two batched products of activations: scores, softmax, dropout; the products too."""
+    """Return the names of the forward calls in the cores of attention.
+
+    A core is two batched products of activations and the calls between them: scores, softmax, dropout.
+    """
     nodes = [node for node in folded.single.graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if node.meta["phase"] == "forward"]
     products = [node for node in forward if node.target is aten.bmm.default and not _multiplies_weight(node)]

@@ -24,6 +24,8 @@ LAYOUTS = {
     "tensor": {"input:*": P(), "*.up.weight": P("x"), "*.down.weight": P(None, "x")},
     "free": {},
 }
+WHOLE = ("copies", "data", "free")
+"""Layouts with whole gradients."""
 
 
 class Tagger(nn.Module):
@@ -61,18 +63,22 @@ def peak(program: Program, mesh: Mesh, constraints: dict[str, PartitionSpec], mi
 
 
 def test_micro_batches_hold_the_sums_of_gradients() -> None:
-    """Several micro-batches need at most two sets of gradients more than one micro-batch."""
+    """Several micro-batches need at most one set of gradients more than one micro-batch."""
     mesh, constraints = Mesh({"x": 2}), LAYOUTS["fully sharded"]
     one = peak(PROGRAMS[True], mesh, constraints)
     several = peak(PROGRAMS[True], mesh, constraints, micro_batches=4)
     parameters = sum(value.numel() * 4 for value in Tagger().parameters())
-    assert one < several <= one + 2 * parameters
+    assert one < several <= one + parameters
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_added_where_they_lie(name: str) -> None:
-    """Several micro-batches add the bytes of the gradient sums if gradients are most of the memory."""
+    """If gradients are most of the memory, little more than one gradient lies beside the sums.
+
+    With split parameters the peak is elsewhere, and the sums are further memory there.
+    """
     program, mesh = tagger(trained=True, rows=2, length=1), Mesh({"x": 2})
     one = peak(program, mesh, LAYOUTS[name])
     several = peak(program, mesh, LAYOUTS[name], micro_batches=4)
-    assert one < several <= one + sum(value.numel() * 4 for value in Tagger().parameters())
+    sizes = [value.numel() * 4 for value in Tagger().parameters()]
+    assert one < several <= one + (2 * max(sizes) if name in WHOLE else sum(sizes))

@@ -15,6 +15,7 @@ from torch import fx
 from autoshard import tracing
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
 from autoshard.ir.spec import P
 from autoshard.testing.programs import programs
 from cost_models.compute import memory_time
@@ -66,6 +67,13 @@ def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
         assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
 
 
+def may_be_padded(program: Program, mesh: Mesh) -> bool:
+    """Whether some dim may be split unevenly, as two ranks split the best three experts of a token."""
+    values = [node.meta.get("val") for node in program.graph_module.graph.nodes]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    return any(size > 1 and size % mesh.size for shape in shapes for size in shape)
+
+
 @settings(max_examples=6)
 @given(st.data())
 def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
@@ -76,9 +84,10 @@ def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
     """
     drawn = data.draw(programs(max_blocks=2, uneven=False))
     program = tracing.trace(drawn.model, drawn.inputs)
-    mesh, error = data.draw(st.sampled_from([(PAIR, 1e-6), (SQUARE, 0.02)]))
+    mesh = data.draw(st.sampled_from([PAIR, SQUARE]))
     planning = problem_of(program, mesh)
     choice = drawn_choice(planning, data.draw(st.integers(0, 99)))
+    error = 0.02 if may_be_padded(program, mesh) else 1e-6
     phased = rewrite_phases(phased_of(planning, choice), expand_biases)
     assume(all(node.users for node in phased.lowered.graph_module.graph.nodes if node.op == "call_function"))
     times = simulate_streams(walk(planning, phased).segments)
