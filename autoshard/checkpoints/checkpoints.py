@@ -1,4 +1,4 @@
-"""`Checkpoints`: when to save, where, and how many to keep."""
+"""`Checkpoints`, the public class: it decides when to save, where, and how many checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The ranks' agreement before they write.
+    """The first rank's decision before a save, which it sends to all ranks.
 
     Args:
         folder: the folder to write to.
-        differing: keywords under which ranks hold different values.
+        differing: the keywords whose objects differ between ranks, so that each rank saves its own.
     """
 
     folder: Path
@@ -44,7 +44,12 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A save in progress: the steps done, and a future that ends when the checkpoint is complete."""
+    """A save in progress.
+
+    Args:
+        at: the number of steps done.
+        ended: a future that ends when the checkpoint is complete.
+    """
 
     at: int
     ended: Future[None]
@@ -253,7 +258,16 @@ class Checkpoints:
 
 
 def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
-    """Read into `state`, after every rank has checked that the bytes it needs are undamaged."""
+    """Read items of a checkpoint into `state`, and return `state`.
+
+    No rank reads before every rank has checked that the bytes it needs are undamaged.
+
+    Args:
+        stored: the checkpoint.
+        state: by name in the checkpoint: a tensor to write over, or None for a state, which is replaced by its bytes.
+        ranks: the processes that load together.
+        action: the name of the action, for error messages.
+    """
     reads = ranks.do(action, lambda: stored.plan_reads(state))
     ranks.do(action, reads.run)
     return state

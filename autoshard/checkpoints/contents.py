@@ -1,6 +1,7 @@
 """The table of contents of a checkpoint, `metadata.json`: where each piece of a tensor and each state lies.
 
-Tensors are stored as their bytes, states as JSON (`values`). Nothing is pickled, so reading a checkpoint runs no code.
+A state is the state dict of an object without its tensors. Tensors are stored as their bytes, states as JSON
+(`values`). Nothing is pickled, so reading a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A box of a tensor: its first index, its shape, and its bytes."""
+    """A rectangular piece of a tensor.
+
+    Args:
+        offset: the index of the piece's first element in the tensor.
+        shape: the piece's shape.
+        extent: the piece's bytes in a file.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -58,7 +65,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a list of pieces."""
+    """A tensor of a checkpoint, stored in pieces. `dtype` is a name such as "float32"; `shape` is the whole shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,14 +87,19 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The tensors and states of a checkpoint, by name."""
+    """The places of a checkpoint's tensors and states in its files, by name."""
 
     tensors: Mapping[str, StoredTensor]
     states: Mapping[str, Extent]
 
     @classmethod
     def of(cls, metadata: Metadata, extents: Mapping[MetadataIndex, Extent]) -> Contents:
-        """Convert the description of `torch.distributed.checkpoint`; `extents` says where each item is stored."""
+        """Convert metadata of `torch.distributed.checkpoint`.
+
+        Args:
+            metadata: names, dtypes and shapes of the tensors and their pieces, and the names of the states.
+            extents: the place of each piece and each state in the files.
+        """
         tensors, states = {}, {}
         for name, item in metadata.state_dict_metadata.items():
             if isinstance(item, BytesStorageMetadata):
@@ -101,7 +113,7 @@ class Contents:
         return cls(tensors, states)
 
     def to_json(self) -> bytes:
-        """The text of `metadata.json`."""
+        """Return the text of `metadata.json`, which `read` reads."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
 
     @classmethod
@@ -130,7 +142,7 @@ class Contents:
         return found
 
     def extents(self) -> dict[MetadataIndex, Extent]:
-        """The extent of each item, by the item's index in `torch.distributed.checkpoint`."""
+        """Return where each piece and each state lies, by its index in `torch.distributed.checkpoint`."""
         pieces = {
             MetadataIndex(name, piece.offset): piece.extent
             for name, tensor in self.tensors.items()
@@ -139,7 +151,7 @@ class Contents:
         return pieces | {MetadataIndex(name): extent for name, extent in self.states.items()}
 
     def metadata(self) -> Metadata:
-        """The contents in the form of `torch.distributed.checkpoint`, which plans reads by it."""
+        """Return the contents as the metadata from which `torch.distributed.checkpoint` plans reads."""
         tensors = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype_named(tensor.dtype)),

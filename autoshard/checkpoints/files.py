@@ -43,7 +43,13 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The files that one rank wrote: the plan, the extent of each item, and the checksums of the files."""
+    """A report of the files that one rank wrote.
+
+    Args:
+        plan: torch's plan of this rank's writes.
+        extents: the place of each written tensor piece and state.
+        files: the size and checksums of each file, by the file's name.
+    """
 
     plan: SavePlan
     extents: Mapping[MetadataIndex, Extent]
@@ -51,7 +57,7 @@ class Written:
 
 
 class _SummedFile(io.RawIOBase):
-    """A file that sums the bytes written to it."""
+    """A file that passes the bytes written to it to `summer`, which computes their checksums."""
 
     def __init__(self, path: Path, file: io.IOBase, summer: Summer) -> None:
         self._path, self._file, self._summer = path, file, summer
@@ -80,7 +86,7 @@ class _SummedFile(io.RawIOBase):
 
 
 class _SummedFiles(FileSystem):
-    """Open files for writing, and keep their checksums by name."""
+    """A file system for writing. It computes the checksums of all its files; `sums` returns them by file name."""
 
     def __init__(self) -> None:
         self.summers: dict[str, Summer] = {}
@@ -107,7 +113,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes items by name, and drops the value of each item when it is written."""
+    """A planner that holds the items' values by name. It drops a value when the value is fetched to be written.
+
+    `writing` is the name of the last fetched item, for error messages.
+    """
 
     def __init__(self, items: Mapping[str, Item]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -191,12 +200,12 @@ class Writer:
 
 
 def _described(item: Item) -> Any:
-    """The value from which the planner reads shape and sharding."""
+    """Return the object from which the planner reads an item's shape and sharding: a tensor, or a state's bytes."""
     return item.value if item.source is None else item.source
 
 
 def _bytes_of(value: Any) -> memoryview:
-    """The bytes of a tensor in row-major order, or of a state."""
+    """Return the bytes of a tensor in row-major order; a state is bytes already."""
     if not isinstance(value, torch.Tensor):
         return memoryview(value)
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -257,13 +266,17 @@ class Stored:
         return name in self.metadata.state_dict_metadata
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """The shape and dtype of a tensor in the checkpoint."""
+        """Return the whole shape and the dtype of a tensor in the checkpoint."""
         found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
         return found.size, found.properties.dtype
 
     def plan_reads(self, state: dict[str, Any]) -> Reads:
-        """Plan this rank's reads for `state`. Its tensors are written over; other values are replaced.
+        """Plan this rank's reads, and check the bytes that they need. `Reads.run` then reads.
+
+        Args:
+            state: by name in the checkpoint: a tensor, which will be written over, or another value, which will be
+                replaced.
 
         Raises:
             CheckpointError: a byte to read differs from the written byte.
@@ -278,7 +291,7 @@ class Stored:
         return Reads(reader, planner, plan)
 
     def unpacked(self, state: bytes) -> Any:
-        """Decode the bytes of a state."""
+        """Return the Python value of a state from its bytes in the checkpoint."""
         return pickle.loads(state) if self._is_pickled else unpacked(state)
 
     def _check(self, plan: LoadPlan) -> None:
@@ -314,19 +327,19 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The reads of one rank, whose bytes are known to be undamaged."""
+    """The planned reads of one rank. The bytes to read have been checked against their checksums."""
 
     _reader: FileSystemReader
     _planner: DefaultLoadPlanner
     _plan: LoadPlan
 
     def run(self) -> None:
-        """Read into the state that was passed to `plan_reads`."""
+        """Read into the `state` that was passed to `Stored.plan_reads`."""
         self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Keeps states as bytes."""
+    """A planner that reads a state as bytes. Torch's planner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = value.getvalue()
@@ -348,7 +361,7 @@ class CheckpointReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The contents of the checkpoint."""
+        """Read names, dtypes, shapes and places of all tensors and states in the checkpoint."""
         return Stored(Path(self.path)).metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -389,11 +402,11 @@ class CheckpointReader(FileSystemReader):
 
 
 _Held = Mapping[str, Sequence[tuple[Extent, str]]]
-"""The extents in each file and the names of their items, by the file's name."""
+"""From the name of a file to the byte ranges in it, each with the name of its tensor or state."""
 
 
 def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
-    """The extent of each item, also in a checkpoint of an earlier release."""
+    """Return where each tensor piece and state lies, also in a checkpoint of an earlier release."""
     return {
         index: place if isinstance(place, Extent) else Extent(place.relative_path, place.offset, place.length)
         for index, place in metadata.storage_data.items()
@@ -401,7 +414,7 @@ def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
 
 
 def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
-    """Return the items whose bytes do not have their checksum."""
+    """Return the byte ranges of `there`, with their names, whose bytes differ from their checksum."""
     found = []
     with path.open("rb") as file:
         for extent, tensor in there:

@@ -32,7 +32,7 @@ _LEFT_OVER = re.compile(r"\.step-[0-9]+\.(writing|deleted)-[0-9a-f]+")
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints by step, in ascending order."""
+    """Return the paths of the complete checkpoints by step, in ascending order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     replaced = {int(found[1]): folder / name for name in names if (found := _REPLACED.fullmatch(name))}
     named = {int(found[1]): folder / name for name in names if (found := _COMPLETE.fullmatch(name))}
@@ -40,7 +40,7 @@ def complete(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps."""
+    """Return the path of the complete checkpoint with the most steps; None if there is none."""
     return next(reversed(complete(folder).values()), None)
 
 
@@ -79,7 +79,10 @@ def _settle(folder: Path, replaced: Path, name: Path) -> None:
 
 
 def commit(written: Path, step: int) -> Path:
-    """Make a checkpoint complete whose files are all on the disk. An older checkpoint of the same step is deleted."""
+    """Make a checkpoint complete: rename its folder `written` to `step-N`, and return the new path.
+
+    All files of the checkpoint are on the disk. An older checkpoint of the same step is deleted.
+    """
     folder = written.parent
     name, replaced = folder / f"step-{step}", folder / f".step-{step}.replaced"
     sync(written)
@@ -115,7 +118,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete a checkpoint. The first rename makes it incomplete for every reader."""
+    """Delete the checkpoint at `path`, named `name`. The rename before the removal hides it from every reader."""
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)
@@ -128,7 +131,7 @@ def discard(written: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Flush the list of names in a folder to the disk, so that a rename survives a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

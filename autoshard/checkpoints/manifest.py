@@ -34,7 +34,7 @@ class Sums:
 
 
 class Summer:
-    """Sums the bytes of a file, in their order."""
+    """Computes the size and the block checksums of a file from the file's bytes, which `add` takes in order."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
@@ -42,7 +42,7 @@ class Summer:
         self._last = 0
 
     def add(self, data: memoryview) -> None:
-        """Add the next bytes."""
+        """Take the next bytes of the file."""
         while len(data):
             part = data[: BLOCK_BYTES - self._size_bytes % BLOCK_BYTES]
             self._last = zlib.crc32(part, self._last)
@@ -53,13 +53,13 @@ class Summer:
             data = data[len(part) :]
 
     def sums(self) -> Sums:
-        """The sums of all bytes so far."""
+        """Return the size and the checksums of all bytes so far."""
         last = (self._last,) if self._size_bytes % BLOCK_BYTES else ()
         return Sums(self._size_bytes, (*self._blocks, *last))
 
 
 def sums_of(data: bytes) -> Sums:
-    """The sums of a file that consists of `data`."""
+    """Return the size and the checksums of a file that consists of `data`."""
     summer = Summer()
     summer.add(memoryview(data))
     return summer.sums()
@@ -73,7 +73,7 @@ class Manifest:
         step: the number of steps done at the save.
         ranks: the number of ranks that saved.
         mesh: the mesh as text, for people.
-        files: the sums of each file, by name.
+        files: the size and the checksums of each file, by name.
         version: the version of the file format.
     """
 
@@ -137,7 +137,7 @@ def _count(value: object) -> int:
 
 
 def refused(folder: Path) -> str:
-    """The advice for a damaged checkpoint."""
+    """Return the last sentence of each error about a damaged checkpoint, which says how to go on."""
     return f"Restore the file, or delete {folder} to go on from the previous checkpoint."
 
 
@@ -158,7 +158,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 
 def damaged_blocks(path: Path, sums: Sums, blocks: Iterable[int]) -> Iterable[int]:
-    """Yield the blocks whose checksum differs from `sums`."""
+    """Yield the numbers among `blocks` of the file's blocks whose checksum differs from `sums`."""
     with path.open("rb") as file:
         for block in blocks:
             file.seek(block * BLOCK_BYTES)
@@ -167,7 +167,7 @@ def damaged_blocks(path: Path, sums: Sums, blocks: Iterable[int]) -> Iterable[in
 
 
 def write_through(path: Path, data: bytes) -> None:
-    """Write a file to the disk."""
+    """Write a file, and return when its bytes are on the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -23,7 +23,7 @@ _STEP = "step"
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """An optimizer, with names for its parameters.
+    """An optimizer whose state is saved and loaded by the names of its parameters.
 
     Args:
         optimizer: the optimizer.
@@ -44,13 +44,19 @@ class NamedOptimizer:
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """The planned sharding of the optimizer's state, by names such as `exp_avg:layers.0.weight`."""
+        """Return the planned shape, dtype and sharding of each state tensor.
+
+        The keys are names such as `exp_avg:layers.0.weight`. The dict is empty if the model is not compiled.
+        """
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """The state to save: groups with the names of their parameters, and states by the parameters' names."""
+        """Return the state to save: the optimizer's class, its groups, and the state of each parameter by name.
+
+        Groups list their parameters by name.
+        """
         found, names = self.optimizer.state_dict(), list(self.parameters)
         state = {names[number]: dict(held) for number, held in found["state"].items()}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
@@ -80,7 +86,13 @@ class NamedOptimizer:
     def _group(
         self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
     ) -> dict[str, Any]:
-        """The options under which the parameters of a group were saved."""
+        """Return a group for `load_state_dict`, with the options under which its parameters were saved.
+
+        Args:
+            group: a group of this optimizer, whose implementation options (`_HOW`) are kept.
+            saved: the saved groups.
+            numbers: the number of each parameter in the optimizer's state dict, by name.
+        """
         ids = {id(item) for item in group["params"]}
         names = [name for name, item in self.parameters.items() if id(item) in ids]
         there = [found for found in saved if not set(names).isdisjoint(found["params"])]
@@ -108,8 +120,11 @@ class NamedOptimizer:
         Args:
             owner, key: names of the parameter and of its state.
             shape, dtype: shape and dtype of the saved state.
-            planned: the result of `planned`.
+            planned: the result of the method `planned`.
             is_sharded: the saved state was a DTensor.
+
+        Returns:
+            The optimizer's present tensor if its shape and dtype fit; else a new tensor.
         """
         parameter = self.parameters[owner]
         held = self.optimizer.state.get(parameter, {}).get(key)
@@ -122,7 +137,10 @@ class NamedOptimizer:
 
 
 def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool) -> torch.Tensor:
-    """An empty tensor sharded as a parameter of the same shape; else whole, on the parameter's device."""
+    """Return an uninitialised tensor, sharded as the parameter `like` if the shapes are equal.
+
+    With another shape the tensor is whole, on the parameter's device; it is a replicated DTensor if `is_sharded`.
+    """
     if like.shape == shape:
         return torch.empty_like(like, dtype=dtype)
     if not (is_sharded and isinstance(like, DTensor)):
@@ -132,7 +150,7 @@ def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_shar
 
 
 def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Replace the step counts of a state by `StepCount`."""
+    """Return optimizer states with each tensor that counts steps replaced by a `StepCount`."""
     tensors = [held[_STEP] for held in state.values() if _is_count(held.get(_STEP))]
     values = _values_of(tensors)
     counts = {id(item): StepCount(values[id(item)], item.dtype, item.shape) for item in tensors}
@@ -143,7 +161,7 @@ def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _values_of(counts: Sequence[torch.Tensor]) -> dict[int, float]:
-    """The values of counts by `id`; each device is read once."""
+    """Return the values of one-element tensors by the tensors' `id`. Each accelerator is read once."""
     found: dict[int, float] = {}
     for device in {count.device for count in counts}:
         there = [count for count in counts if count.device == device]

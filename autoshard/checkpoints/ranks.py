@@ -1,7 +1,8 @@
 """The processes that save and load together. If one rank fails, every rank raises the same error.
 
-Ranks meet over a `ControlChannel` before they communicate, because one rank may write for longer than another. So the
-ranks wait for a working rank, and name a rank that ended or hangs within a time limit.
+One rank may write for longer than another. So ranks first meet over a `ControlChannel`, and then communicate. On the
+channel, ranks wait for a rank that works. If a rank ended or hangs, they raise an error with its name after a time
+limit.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _FailedPart:
-    """A failed rank's error."""
+    """The text of an error, which a failed rank sends in place of its result."""
 
     error: str
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Undo nothing; the default of `undo`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module, timeout_s: float | None = None) -> Ranks:
-        """The processes that run `model`: the ranks of its mesh, or all processes. All of them must call.
+        """Return the processes that run `model`: the ranks of its mesh, or all processes for a plain module.
+
+        All of these processes must call.
 
         Args:
             model: the model to save or load.
@@ -109,6 +112,9 @@ class Ranks:
             undo: runs on the first rank if a rank failed.
             shared: selects the part of this rank's result to send to the first rank.
 
+        Returns:
+            This rank's result of `mine`, and the result of `merge`.
+
         Raises:
             CheckpointError: on every rank, with one text, if one rank fails.
             LostRankError: a rank ended, or shows no sign of life.
@@ -126,7 +132,10 @@ class Ranks:
         return value, merged
 
     def _settle(self, action: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """Merge the results of all ranks on the first rank; return the merged result or `_FailedPart` on every rank."""
+        """Merge the results of all ranks on the first rank, and send the merged result to every rank.
+
+        Return the merged result, or a `_FailedPart` if a rank or the merge failed.
+        """
         self._meet(action)
         everyone = self._to_first(sent)
         with self._showing_life(action):
@@ -135,7 +144,7 @@ class Ranks:
         return self._from_first(merged)
 
     def _meet(self, action: str) -> None:
-        """Wait for all ranks, while the missing ranks show signs of life."""
+        """Wait until all ranks are here. Raise `LostRankError` if a missing rank shows no sign of life."""
         if self.channel is not None:
             self.channel.exchange(b"", f"go on with {action[:1].lower()}{action[1:]}")
 
@@ -143,7 +152,7 @@ class Ranks:
         return nullcontext() if self.channel is None else self.channel.showing_life(action)
 
     def _to_first(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, on the first rank; None on other ranks."""
+        """Send this rank's value to the first rank. Return the values of all ranks there, and None on other ranks."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -152,7 +161,7 @@ class Ranks:
         return found
 
     def _from_first(self, value: Any) -> Any:
-        """The value of the first rank, on every rank."""
+        """Return the first rank's `value` on every rank."""
         if self.group is None:
             return value
         held = [value]
@@ -174,7 +183,13 @@ def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]
 
 
 def _describe(action: str, failed: dict[int, str], size: int) -> str:
-    """One text for the errors of all ranks; ranks with the same error are listed together."""
+    """Return one error text for all ranks that failed; ranks with the same error are listed together.
+
+    Args:
+        action: the name of the action.
+        failed: the error text of each failed rank.
+        size: the number of ranks; with one rank, ranks are not named.
+    """
     by_text: dict[str, list[int]] = {}
     for rank, text in failed.items():
         by_text.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""Snapshots: copies of the tensors that this rank writes, which later steps do not change.
+"""Take snapshots: copies of the tensors that this rank writes, which later steps do not change.
 
 If several ranks hold the same tensor, one of them copies and writes it. Ranks share out the tensors without
 communication.
@@ -25,7 +25,11 @@ from autoshard.runtime.agreement.digests import digest_of
 
 
 class Spread(Enum):
-    """Whether the ranks' values of a part are equal, apart from DTensors."""
+    """Whether the plain values and tensors of a saved object are equal on all ranks.
+
+    `ALIKE`: they are equal, and one rank saves each. `OWN`: each rank saves its own. `UNKNOWN`: the ranks compare
+    digests at the save, and then treat the object as `ALIKE` or `OWN`. DTensors are always saved by shards.
+    """
 
     ALIKE = "alike"
     UNKNOWN = "unknown"
@@ -63,7 +67,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class PartSnapshot:
-    """A part at one moment: its items by name, and the text of its state without tensors."""
+    """A `Part` at the moment of the save.
+
+    Args:
+        keyword, spread: fields of the `Part`.
+        items: the tensors and the state that this rank may have to write, by name.
+        text: the state without tensors as text, for `digest`; empty unless `spread` is `UNKNOWN`.
+    """
 
     keyword: str
     spread: Spread
@@ -71,13 +81,18 @@ class PartSnapshot:
     text: str
 
     def digest(self) -> str:
-        """A digest that is equal on ranks with equal values, apart from DTensors."""
+        """Return a hash of the state and of its plain tensors. Ranks compare it; DTensors do not enter."""
         values = [item.value for item in self.items.values() if not item.is_sharded]
         plain = [digest_of(value) for value in values if isinstance(value, torch.Tensor)]
         return hashlib.blake2b("\n".join([self.text, *plain]).encode(), digest_size=16).hexdigest()
 
     def to_write(self, ranks: Ranks, *, differs: bool) -> Iterator[tuple[str, Item]]:
-        """Yield the items that this rank writes, with names. `differs`: ranks hold different values."""
+        """Yield the items that this rank writes, each with its name in the checkpoint.
+
+        Args:
+            ranks: the processes that save together.
+            differs: ranks hold different values, so that each rank writes its own under a name such as `ema.decay@3`.
+        """
         for name, item in self.items.items():
             if item.is_sharded or not differs:
                 if item.is_mine:
@@ -87,23 +102,23 @@ class PartSnapshot:
 
 
 def whole_name(keyword: str) -> str:
-    """The name under which a part's state without tensors is saved."""
+    """Return the name under which an object's state without tensors is saved, such as `state:model`."""
     return f"state:{keyword}"
 
 
 def own_name(name: str, rank: int) -> str:
-    """The name of a value that each rank saves for itself."""
+    """Return the name under which `rank` saves its own value, such as `state:random@3`."""
     return f"{name}@{rank}"
 
 
 def suffix_of(name: str) -> str:
-    """The suffix that `own_name` added to a name: `@3`, or an empty string."""
+    """Return the suffix that `own_name` added to a name: `@3`, or an empty string."""
     _, mark, rank = name.partition("@")
     return mark + rank
 
 
 def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnapshot]:
-    """Take snapshots of `parts`. With `copies`, copy tensors to the host's memory, so that training may go on."""
+    """Return snapshots of `parts`. With `copies`, copy tensors to the host's memory, so that training may go on."""
     shares = _Shares(ranks)
     known: dict[Any, torch.Tensor] = {}
     taken = [_take(part, shares, known, copies=copies) for part in parts]
@@ -133,7 +148,7 @@ def refuse_meta(name: str, tensor: torch.Tensor) -> None:
 
 
 def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """A copy on the host; tensors that share memory share one copy."""
+    """Copy a tensor to the host, unless `known` already holds a copy of the same memory. Return the copy."""
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in known or not tensor.numel():
         known[key] = _copy(tensor)
@@ -161,7 +176,7 @@ class _Holders:
 
     @classmethod
     def of(cls, tensor: DTensor) -> _Holders:
-        """The ranks that hold the same piece of `tensor` as this rank."""
+        """Find the ranks that hold the same piece of `tensor` as this rank."""
         mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
         sizes = tuple(mesh.size(dim) for dim in copied)
@@ -174,10 +189,10 @@ class _Holders:
 
 
 class _Shares:
-    """Chooses which rank writes a piece that several ranks hold: the rank with the fewest bytes to write so far.
+    """Chooses which rank writes a piece that several ranks hold: the holder with the fewest bytes to write so far.
 
-    Bytes are counted for each set of holders. Every rank counts for all ranks, from names and shapes that all see
-    alike.
+    The ranks do not communicate. Each rank makes the choices for all ranks, from names and shapes that are equal on
+    all ranks. Bytes are counted separately for each replication (the sizes of the mesh axes that hold copies).
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -203,7 +218,10 @@ class _Shares:
         return self._share(holders.sizes, tensor.numel() * tensor.element_size()) == holders.place
 
     def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
-        """The position of the holder that writes a tensor."""
+        """Choose the holder that writes a piece of `size_bytes`; return its position among the holders.
+
+        `sizes` are the sizes of the mesh axes along which the holders have copies.
+        """
         held = self._bytes.setdefault(sizes, [0] * math.prod(sizes))
         chosen = held.index(min(held))
         held[chosen] += size_bytes + 1
@@ -220,5 +238,5 @@ def _check_placements(name: str, tensor: DTensor) -> None:
 
 
 def differing(everyone: Sequence[Mapping[str, str]]) -> Set[str]:
-    """The keywords under which the digests of ranks differ."""
+    """Return the keywords whose digests are not equal on all ranks. `everyone`: digests by keyword, for each rank."""
     return {keyword for keyword in everyone[0] if len({digests.get(keyword) for digests in everyone}) > 1}

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: model, optimizer, random numbers, the step, and the user's objects."""
+"""`TrainingState`: the objects of a run that a checkpoint saves: model, optimizer, random numbers, step, and others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TrainingState:
                 )
 
     def parts(self, at: int) -> list[Part]:
-        """The objects to save after `at` steps, with their present states."""
+        """Return the objects to save after `at` steps, with their present states."""
         if isinstance(self.model, ShardedModule):
             self.model.model_weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
@@ -83,7 +83,12 @@ class TrainingState:
         ]
 
     def wanted(self, stored: Stored, rank: int, size: int) -> dict[str, str]:
-        """The names under which the states without tensors are stored, by keyword, for one of `size` ranks.
+        """Return the name under which each object's state without tensors is stored, by the object's keyword.
+
+        Args:
+            stored: the checkpoint.
+            rank: this process's rank, because some states are stored for each rank.
+            size: the number of ranks that load.
 
         Raises:
             CheckpointError: nothing is saved under a keyword, or the states are per rank and for another number of
@@ -94,11 +99,11 @@ class TrainingState:
         return {**found, _RANDOM: own_name(whole_name(_RANDOM), rank % stored.manifest.ranks)}
 
     def places(self, stored: Stored, rests: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Tensors to read into, by their names in the checkpoint.
+        """Return the tensors to read into, by their names in the checkpoint.
 
         Args:
             stored: the checkpoint.
-            rests: the state of each part without tensors, by keyword.
+            rests: the stored state of each object without tensors, by keyword.
             names: the result of `wanted`.
 
         Raises:
@@ -146,7 +151,12 @@ class TrainingState:
         return places
 
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the tensors and states that were read."""
+        """Load what was read into the model, the optimizers, the other objects and the random number generators.
+
+        Args:
+            rests: the stored state of each object without tensors, by keyword.
+            tensors: the tensors of `places`, filled, by their names in the checkpoint.
+        """
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
         keeps_extra = isinstance(self.model, ShardedModule) or _EXTRA in state
@@ -163,12 +173,19 @@ class TrainingState:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model. A compiled model gives the parameters themselves: detaching DTensors is slow."""
+    """Return the state dict of a model.
+
+    For a compiled model it holds the parameters themselves, because detaching DTensors is slow.
+    """
     return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
 
 
 def model_of(step: Any) -> nn.Module:
-    """The module of a step."""
+    """Return the module of `step`: the model of a `TrainStep`, or `step` itself if it is a module.
+
+    Raises:
+        CheckpointError: `step` is neither.
+    """
     model = step.sharded if isinstance(step, TrainStep) else step
     if not isinstance(model, nn.Module):
         raise CheckpointError(
@@ -178,17 +195,17 @@ def model_of(step: Any) -> nn.Module:
 
 
 def plan_of(step: Any) -> Plan | None:
-    """The plan of a compiled model; None for a plain module."""
+    """Return the plan of a compiled model; None for a plain module."""
     return step.plan if isinstance(step, TrainStep | ShardedModule) else None
 
 
 def mesh_of(step: Any) -> str:
-    """The mesh of a compiled model as text, for people."""
+    """Return the mesh of a compiled model as text for people; an empty string for a plain module."""
     return str(step.mesh) if isinstance(step, TrainStep | ShardedModule) else ""
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """The processes that run the model of a step. All of them must call; `timeout_s` as for `Ranks.of`."""
+    """Return the processes that run the model of `step`. All of them must call; `timeout_s` as for `Ranks.of`."""
     return Ranks.of(model_of(step), timeout_s)
 
 
@@ -221,7 +238,7 @@ def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mappin
 
 
 def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor:
-    """The object's present tensor if shape and dtype match; else a new whole tensor."""
+    """Return a tensor to read a slot into: the object's present tensor `now` if it fits, else a new whole tensor."""
     shape, dtype = stored.tensor(slot.name)
     if now is not None and now.shape == shape and now.dtype == dtype:
         return now.detach()
@@ -229,7 +246,7 @@ def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor
 
 
 def _random_state() -> dict[str, Any]:
-    """The states of this process's random number generators."""
+    """Return the states of this process's random number generators, by library."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "torch": _bytes_of(torch.get_rng_state()),

@@ -1,4 +1,4 @@
-"""States split into named tensors and the rest, so that each tensor is saved and loaded by its shards."""
+"""Split states into named tensors and the rest, so that each tensor is saved and loaded by its shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from autoshard.checkpoints.values import Slot, packed
 
 
 def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return the tensors of a state, by names that begin with `keyword`, and the state with slots in their places.
+    """Split a state into its tensors, by names that begin with `keyword`, and the rest.
+
+    The rest is the state with a placeholder (`Slot`) in the place of each tensor.
 
     Example:
         >>> tensors, rest = split("ema", {"decay": 0.9, "weights": [torch.zeros(2)]})
@@ -39,17 +41,17 @@ def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def slots_in(rest: Any) -> list[Slot]:
-    """The slots in the rest of a `split`."""
+    """Return the placeholders in the rest that `split` returned."""
     return [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, Slot)]
 
 
 def join(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `split`: replace the slots of `rest` by `tensors`."""
+    """Undo `split`: return `rest` with each placeholder replaced by the tensor of its name."""
     return pytree.tree_map(lambda leaf: tensors[leaf.name] if isinstance(leaf, Slot) else leaf, rest)
 
 
 def own_slots(rest: Any, suffix: str) -> Any:
-    """Append `suffix` to the names of slots without sharding, which each rank saved for itself."""
+    """Return `rest` with `suffix` appended to the names of unsharded tensors, which each rank saved for itself."""
 
     def own(leaf: Any) -> Any:
         is_own = isinstance(leaf, Slot) and not leaf.is_sharded
@@ -59,7 +61,7 @@ def own_slots(rest: Any, suffix: str) -> Any:
 
 
 def described(value: Any) -> str:
-    """A text that is the same for equal values on every rank: `repr` of common types, else the packed bytes."""
+    """Return a text that is the same for equal values on every rank: `repr` of common types, else the packed bytes."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{described(key)}:{described(item)}' for key, item in value.items())}}}"
     if isinstance(value, set | frozenset):

@@ -1,7 +1,8 @@
-"""Plain values as JSON: states without tensors are written and read without pickle, so reading runs no code.
+"""Write and read states without tensors as JSON, without pickle, so that reading runs no code.
 
-JSON's own values stand for themselves. Every other value is an object with one key, its kind: `{"tuple": [1, 2]}`.
-Kinds that are not listed here go through `torch.save`; `torch.load(weights_only=True)` must be able to read them.
+A value that JSON knows is written as it is. Every other value is written as a JSON object with one key, the value's
+kind: `{"tuple": [1, 2]}`. Kinds that are not listed here are written by `torch.save`, and
+`torch.load(weights_only=True)` must be able to read them.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class StepCount:
     shape: torch.Size
 
     def tensor(self) -> torch.Tensor:
-        """The count as a tensor on the CPU."""
+        """Return the count as a tensor on the CPU."""
         return torch.full(self.shape, self.value, dtype=self.dtype)
 
 
 def packed(value: Any) -> bytes:
-    """The JSON text of a value. Later changes of the value do not change the text.
+    """Return a value as JSON text.
 
     Raises:
         CheckpointError: the value contains an object that only pickle can write, or contains itself.
@@ -69,7 +70,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The inverse of `packed`.
+    """Return the value from the text that `packed` returned.
 
     Raises:
         ValueError: `packed` did not write `data`.
@@ -81,7 +82,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype with a name such as "float32"; `ValueError` if there is none."""
+    """Return the dtype with a name such as "float32"; raise `ValueError` if there is none."""
     found = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name[:60]!r} is not a dtype")
@@ -89,12 +90,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as "float32"."""
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 _EXACT = 2**53
-"""Integers of at least this size are written as text."""
+"""Integers of at least this absolute value are written as hexadecimal text."""
 
 
 def _encoded(value: Any) -> Any:
@@ -120,7 +121,11 @@ def _encoded(value: Any) -> Any:
 
 
 def _saved(value: Any) -> bytes:
-    """A value as `torch.save` writes it, checked to be readable with `weights_only=True`."""
+    """Return a value as `torch.save` writes it, after checking that `weights_only=True` can read it.
+
+    Raises:
+        CheckpointError: `weights_only=True` cannot read it.
+    """
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -1,1 +1,1 @@
-"""Execution: the simulator, torch.distributed, and the modules that `compile` returns."""
+"""Run programs: on the simulator or torch.distributed, behind the modules and steps that `compile` returns."""

@@ -1,12 +1,12 @@
-"""One node of torch's autograd graph per call of a compiled program.
+"""Make each call of a compiled program one node of torch's autograd graph.
 
-The node's forward runs the program's forward phase and saves the tensors of the backward phase, as torch saves tensors
-of any operator. So torch notices an in-place change between the two. The backward frees each saved value after its
-last use.
+The node's forward runs the program's forward, and saves the tensors that its backward reads, as any operator of torch
+does. So torch notices an in-place change of a saved tensor. The backward frees each saved value after its last use.
 
-A program has tangents for the outputs that were the loss when it was traced. A backward from another output runs all
-of a second program, which has a tangent for each output, from the inputs that the node saves. The backward of a
-gradient (`create_graph=True`) does the same with a program that returns the gradients.
+A tangent is the gradient of an output, which the backward takes as an input (the word of torch's AOTAutograd). A
+program has tangents only for the outputs that were the loss when it was traced. The node also saves its inputs. A
+backward from another output runs a second program from these inputs, forward and backward; it has a tangent for each
+output. The backward of a gradient (`create_graph=True`) does the same with a program that returns the gradients.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ProgramCall:
 
     Args:
         executable: the program.
-        all_tangents: returns the program with a tangent for each output; its first call compiles the program.
-        inputs: the tensors among the program's arguments, by name ("input:0").
-        differentiate: returns a call that computes this call's gradients, from its inputs and tangents; its first
-            call compiles the program.
+        inputs: the tensors among the call's arguments, by name ("input:0").
+        all_tangents: returns the program with a tangent for each output; the first time, it compiles the program.
+        differentiate: returns a call that computes this call's gradients from its inputs and tangents; the first time,
+            it compiles the program.
     """
 
     executable: Executable
@@ -44,7 +44,14 @@ class ProgramCall:
 
 
 def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The outputs of a call, by the program's output slots. If gradients are enabled, a node of autograd's graph."""
+    """Run a call, and return its outputs in the order of the program's output slots.
+
+    If gradients are enabled, the call becomes a node of autograd's graph.
+
+    Args:
+        call: the call.
+        tensors: the program's inputs, in the order of its input slots.
+    """
     if torch.is_grad_enabled():
         return ProgramFunction.apply(call, *tensors)
     return _distinct(call.executable.run_forward(tensors)[0])
@@ -106,7 +113,7 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of gradients, by the program that returns gradients; a method of `torch.autograd.Function`."""
+        """Compute gradients of gradients by a program that returns gradients; a method of `torch.autograd.Function`."""
         create_graph, needed = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
         with torch.enable_grad():
             # Views, because a tangent may depend on an input by a path that is not part of this node.
@@ -129,7 +136,13 @@ class GradientFunction(torch.autograd.Function):
 
 
 def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of a `GradientFunction` by `names`, computed for `tensors` by a compiled program."""
+    """Compute the results of a `GradientFunction` a second time, by a compiled program that autograd can differentiate.
+
+    Args:
+        ctx: the context of the `GradientFunction`.
+        names: the names of the gradients to return.
+        tensors: the inputs of the first call, then the tangents.
+    """
     first, slots = ctx.first, [slot.slot for slot in ctx.first.call.executable.inputs]
     check_versions(slots, first.tensors, first.versions)
     outputs = tuple(int(name.removeprefix("tangent:")) for name in ctx.names)
@@ -143,13 +156,16 @@ def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[to
 
 
 def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The results of `_gradients`, as a node of autograd's graph, for `create_graph=True`."""
+    """Return the results of `_gradients`, computed by a node of autograd's graph, for `create_graph=True`."""
     results = GradientFunction.apply(ctx, tuple(tangents), *ctx.tensors, *tangents.values())
     return dict(zip(ctx.gradient_names, results, strict=True))
 
 
 def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients that autograd needs, by name, from the program's backward phase or from a second program."""
+    """Return the gradients that autograd needs, by the names of the inputs.
+
+    They come from the program's backward phase, or from a second program if the first lacks a tangent.
+    """
     executable, likes = ctx.call.executable, _wanted(ctx)
     if not tangents.keys() <= {slot.slot.name for slot in executable.tangents}:
         return _run_whole(ctx, ctx.call.all_tangents(), tangents)
@@ -165,13 +181,13 @@ def _is_returned_with_grad(slot: InputSlot | OutputSlot) -> bool:
 
 
 def _wanted(ctx: Any) -> dict[str, torch.Tensor]:
-    """The inputs whose gradients autograd needs, by name."""
+    """Return the inputs whose gradients autograd needs, by name."""
     inputs = zip(ctx.call.executable.inputs, ctx.tensors, ctx.needs_input_grad[1:], strict=True)
     return {slot.slot.name: tensor for slot, tensor, needed in inputs if needed}
 
 
 def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Gradients of outputs by the name of the tangent: "tangent:3" for "output:3"."""
+    """Return the gradients of outputs by the name of the tangent: "tangent:3" for "output:3"."""
     return {
         slot.slot.name.replace("output:", "tangent:"): grad
         for slot, grad in zip(executable.outputs, grads, strict=True)
@@ -180,7 +196,7 @@ def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> d
 
 
 def _run_whole(ctx: Any, executable: Executable, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients from the saved inputs, by a program with more tangents than the program that ran."""
+    """Compute gradients from the saved inputs, by the forward and backward of a program with more tangents."""
     check_versions([slot.slot for slot in ctx.call.executable.inputs], ctx.tensors, ctx.versions)
     kept = zip(ctx.call.executable.inputs, ctx.tensors, strict=True)
     by_key = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in kept}
@@ -193,7 +209,7 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, each as a tensor object of its own, because autograd tells results apart by identity."""
+    """Return the outputs, with a copy of each that occurs twice, because autograd tells results apart by identity."""
     seen: set[int] = set()
     result = []
     for output in outputs:
@@ -223,7 +239,7 @@ def _save(ctx: Any, saved: Sequence[LocalValue]) -> tuple[Any, ...]:
 
 
 def _saved(ctx: Any) -> list[LocalValue]:
-    """The local values that `_save` saved."""
+    """Return the local values that `_save` saved."""
     tensors = iter(ctx.saved_tensors)
     result: list[LocalValue] = []
     for kind, content in ctx.layout:

@@ -15,14 +15,14 @@ from autoshard.runtime.engine import Engine
 
 
 class Compiler(Protocol):
-    """Traces, plans and lowers. `autoshard.api` implements it, because the runtime may not import the passes."""
+    """Traces, plans and lowers calls. `passes.driver` implements it, because the runtime may not import the passes."""
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """The program for a call. All ranks must call."""
+        """Compile a call, and return its program. All ranks must call."""
         ...
 
     def trace(self, request: Request) -> Program:
-        """The traced program of a call, without a plan."""
+        """Trace a call, and return its program with global shapes, without a plan."""
         ...
 
     def record_initialisation(
@@ -32,5 +32,11 @@ class Compiler(Protocol):
         ...
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program whose trace depends on values serves these inputs; `state` has the tensors it read."""
+        """Whether a program whose trace depended on values of tensors may run with the present values.
+
+        Args:
+            program: the traced program, with its guards.
+            inputs: the tensors among the call's arguments.
+            state: the parameters, buffers and seeds that guards read, by name.
+        """
         ...

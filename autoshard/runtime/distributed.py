@@ -1,7 +1,8 @@
 """The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`.
 
-Parameters are DTensors, and each rank holds its shard. At the boundary of a program, local tensors are taken out of
-DTensors and put into them. The program, with the reshards at its boundary, consists of plain operators and collectives.
+Parameters are DTensors, and each rank holds its shard. A program consists of plain operators and collectives on local
+tensors. Before it runs, the engine takes local tensors out of DTensors; after it, the engine puts its results into
+DTensors. If the specs differ there, the engine runs a small program that reshards.
 """
 
 from __future__ import annotations
@@ -51,29 +52,31 @@ from autoshard.runtime.weights.unread import shape_of
 T = TypeVar("T")
 
 CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
+"""Checks a graph that writes over inputs. It takes the functional graph, the writing graph, and `written` of `load`."""
 FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
+"""Rewrites a graph that writes over inputs."""
 
 REPLICATED = PartitionSpec()
 
 SMALL_BYTES = 2**20
-"""Bytes of a tensor that may be gathered whole for a moment, in several copies."""
+"""A tensor of at most this many bytes is gathered whole, even if a region is wanted."""
 
 _MOST_RESHARDS = 1024
-"""The number of loaded boundary reshards to keep: some for each input and output of the programs in use."""
+"""The number of loaded reshard programs to keep. Each input or output of a program may need some."""
 
 
 class DistributedEngine:
-    """This process as one rank of `device_mesh`. A local value is a tensor.
+    """Runs programs with this process as one rank of `device_mesh`; see `Engine`. A local value is a tensor.
 
     Args:
         device_mesh: the mesh, with named dims; this process must be on it.
-        wrap: applied to each bound graph before it runs, such as a compiler.
-        check_in_place: checks each writing graph, given the functional graph, the writing graph and the written inputs.
+        wrap: a compiler of graphs, such as Inductor; it is applied to each graph before the graph runs.
+        check_in_place: checks each graph that writes over inputs.
         finish_in_place: rewrites each graph that writes over inputs, before the check.
         timeout_s: seconds that ranks wait for a rank that shows no sign of life.
-        control: the ranks that agree on programs; default: the ranks of `device_mesh`.
+        control: the ranks that compare their programs; default: the ranks of `device_mesh`.
         outer: see `ProcessGroups`.
-        stages: the meshes of a pipeline's stages; `device_mesh` is one of them.
+        stages: the mesh of each pipeline rank; `device_mesh` is one of them. None without a pipeline.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class DistributedEngine:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle: process groups belong to this run, and a rank holds only its shards."""
+        """Raise `NotAvailableError`: process groups belong to this run, and a rank holds only its shards."""
         raise NotAvailableError(
             f"A model that runs on {self.mesh} with a process per rank cannot be pickled (by torch.save, say). Its "
             "process groups belong to this run, and a rank holds only its shards. Save sharded.state_dict() with "
@@ -124,19 +127,25 @@ class DistributedEngine:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """Results are written over inputs. A writing graph calls fused updates and is not compiled."""
+        """Make a graph ready to run; see `Engine.load`.
+
+        A graph with `written` results writes them over its inputs, and `wrap` does not compile it.
+        """
         if self._wrap is not None and not written:
             return self._showing_life_once(self._at_rank(_spread(self._wrap(bind(graph_module, self.groups)))))
         return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """None with a compiler, which may share memory among results that are distinct in the graph."""
+        """Load a graph that adds to sums; see `Engine.load_adding`.
+
+        Return None with a compiler, because a compiled graph may let distinct results share memory.
+        """
         if self._wrap is not None:
             return None
         return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
 
     def _load_plainly(self, writing: fx.GraphModule, *, folds_views: bool) -> Loaded:
-        """Load a graph that runs without a compiler."""
+        """Bind a graph that runs without a compiler to this rank, and make it ready to run."""
         bound = bind(writing, self.groups)
         reduce_in_place(bound)
         if folds_views:
@@ -145,7 +154,7 @@ class DistributedEngine:
         return self._at_rank(taking_from_a_list(bound))
 
     def _at_rank(self, run_bound: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Loaded:
-        """Run a loaded graph as this rank."""
+        """Return a function that runs a bound graph as this rank, without gradients."""
         coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
@@ -157,7 +166,7 @@ class DistributedEngine:
         return run
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
-        """Wrap `run` to show signs of life in its first run, which compiles, so that other ranks wait."""
+        """Wrap `run` to show signs of life during its first run, which compiles, so that other ranks wait."""
         has_run = [False]
 
         def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -171,7 +180,7 @@ class DistributedEngine:
         return run_showing_life
 
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        """The graph that writes results over inputs, or else into buckets."""
+        """Return the graph with results written over inputs; without `written`, with operands written into buckets."""
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:
             writing = self._finish_in_place(writing)
@@ -208,7 +217,10 @@ class DistributedEngine:
     def store(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: Sequence[LocalSlot]
     ) -> None:
-        """Copy only values that the program did not write into the tensor's own memory."""
+        """Store values in the user's tensors; see `Engine.store`.
+
+        A value that the program wrote into its tensor's own memory is there already, and is not copied.
+        """
         if are_dtensors(tensors) and all(map(is_, map(local_of, tensors), values)):
             return
         for tensor, value, slot in zip(tensors, values, slots, strict=True):
@@ -252,7 +264,10 @@ class DistributedEngine:
 
     @torch.no_grad()
     def add(self, sums: list[torch.Tensor], addends: list[torch.Tensor], owned: Sequence[bool] | None = None) -> None:
-        """Never add in place with a compiler, which may share memory among results that are distinct in the graph."""
+        """Add local values; see `Engine.add`.
+
+        Results of a compiled graph are never written over: a compiler may let distinct results share memory.
+        """
         if owned is not None and self._wrap is not None:
             owned = [False] * len(sums)
         in_place = [index for index in range(len(sums)) if owned is None or owned[index]]
@@ -266,7 +281,7 @@ class DistributedEngine:
             sums[index] = sums[index] + left.pop(0)
 
     def adopt(self, model: nn.Module) -> None:
-        """Parameters become DTensors, replicated at first."""
+        """Replace the parameters of `model` by DTensors, which are replicated at first."""
         take_over_parameters(model, self._replicate)
         check_states_again()
 
@@ -276,7 +291,7 @@ class DistributedEngine:
     def place(
         self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
     ) -> None:
-        """Each rank keeps its shard."""
+        """Shard the parameters of `model`; see `Engine.place`. Each rank keeps its shard."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
             if self._stages is not None and name in holders and holders[name] != self._stages.place:
@@ -293,7 +308,7 @@ class DistributedEngine:
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
     def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
-        """Small tensors are gathered whole, in one collective."""
+        """Return the values of a region; see `Engine.gather_region`. A small tensor is gathered whole."""
         if holder is not None and self._stages is not None:
             shape = shape_of(region)
             return self._stages.share(holder, lambda: self.gather_region(tensor, region), shape, tensor)
@@ -311,7 +326,7 @@ class DistributedEngine:
     def _on_mesh_of(
         self, tensor: DTensor, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """A tensor whose shards are on the ranks that hold `tensor`; this rank is not among them."""
+        """Return a tensor whose shards are on the ranks that hold `tensor`; this rank is not among them."""
         assert self._stages is not None, "only a pipeline has ranks elsewhere"
         return self._stages.elsewhere_on(tensor.device_mesh, shape, dtype, placements)
 
@@ -323,13 +338,16 @@ class DistributedEngine:
         return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
 
     def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
-        """The shard of a parameter or gradient that every rank holds whole, in memory of its own."""
+        """Return a DTensor with this rank's shard, in new memory, of a parameter or gradient.
+
+        `tensor` is a DTensor, which is gathered, or a tensor that every rank holds whole.
+        """
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         local = memory_of(self._part(full, placements), self.device)
         return self._from_local(local, self._layouts.of(placements, full.shape))
 
     def _part(self, full: torch.Tensor, placements: Sequence) -> torch.Tensor:
-        """This rank's part of a whole tensor: a view for shards, because memory for a copy may be short."""
+        """Return this rank's part of a whole tensor: a view if possible, because memory for a copy may be short."""
         if not all(type(placement) in (Shard, Replicate) for placement in placements):
             return distribute_tensor(full, self.device_mesh, placements, src_data_rank=None).to_local().detach()
         coordinate = self.device_mesh.get_coordinate()
@@ -340,7 +358,10 @@ class DistributedEngine:
         return full
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
-        """The padded local value of a DTensor, and its spec."""
+        """Return the padded local value of a DTensor, and the value's spec.
+
+        A DTensor that splits unlike programs is gathered, and its spec is `REPLICATED`.
+        """
         self._check_mesh(tensor)
         layout = self._layouts.of(tensor.placements, tensor.shape)
         if not layout.is_cut_alike:
@@ -388,7 +409,7 @@ class DistributedEngine:
 
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
-    """The global value of a DTensor, gathered on every rank, without gradient.
+    """Gather a DTensor on every rank, and return its global value without gradient.
 
     Gloo copies the gathered bytes, so a large tensor is gathered in slices along a dim that is not split.
     """
@@ -411,7 +432,7 @@ _GATHERED_AT_ONCE_BYTES = 8 << 20
 
 
 def _dim_to_slice(tensor: DTensor) -> int | None:
-    """The dim along which a tensor is gathered in slices; None to gather it at once."""
+    """Return the dim along which to gather a tensor in slices; None to gather it at once."""
     if tensor.device.type != "cpu" or tensor.nbytes <= _GATHERED_AT_ONCE_BYTES:
         return None
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -421,7 +442,7 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """A function of the list of tensors in reverse order; it empties the list, then calls `function` with them."""
+    """Return a function that takes a list of tensors in reverse order, empties it, and calls `function` with them."""
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         inputs = values[::-1]
@@ -434,7 +455,14 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
 def reshard_program(
     source: PartitionSpec, target: PartitionSpec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh
 ) -> fx.GraphModule:
-    """A lowered program that reshards one local value from `source` to `target`."""
+    """Return a lowered program that reshards one local value from `source` to `target`.
+
+    Args:
+        source, target: the specs.
+        shape: the global shape of the value.
+        dtype: the value's dtype.
+        mesh: the mesh.
+    """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     steps = plan_reshard(source, target, shape, mesh, itemsize=dtype.itemsize)

@@ -1,9 +1,11 @@
-"""Engines: they run the ranks of a lowered program.
+"""Engines, which run the ranks of lowered programs.
 
-An engine holds *local values*: with one process per rank, the rank's tensor; in the simulator, a list of tensors, one
-per rank. A local value has the padded local shape of its spec (see `autoshard.ir.spec`). The engine also converts
-between local values and the user's tensors: parameters, inputs, results. Only an engine knows which kind of local value
-it has.
+An engine works on *local values*. With one process per rank, a local value is the rank's tensor. In the simulator, it
+is a list of tensors, one per rank. A local value has the padded local shape of its spec (see `autoshard.ir.spec`). The
+engine also converts between local values and the user's tensors: parameters, inputs, results. All other code treats
+local values as opaque.
+
+A slot (`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
 """
 
 from __future__ import annotations
@@ -29,27 +31,30 @@ from autoshard.runtime.simulator import simulate
 T = TypeVar("T")
 
 LocalValue = Any
-"""`torch.Tensor` with a process per rank; `list[torch.Tensor]`, one per rank, in the simulator."""
+"""A `torch.Tensor` with a process per rank; in the simulator a `list[torch.Tensor]` with one tensor per rank."""
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
 
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
-"""A graph ready to run: maps local values of its placeholders to local values of its results."""
+"""A graph that is ready to run. It maps local values of the placeholders to local values of the results."""
 
 Reader = Callable[[Sequence[torch.Tensor]], list[LocalValue]]
-"""Maps the user's tensors to local values, in the order of some slots."""
+"""Maps the user's tensors to local values; both are in the order of the slots for which it was made."""
 
 LikeWriter = Callable[[Sequence[LocalValue], Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
-"""Maps local values, in the order of some slots, to tensors sharded like given tensors; None where none is given."""
+"""Maps local values and tensors to tensors: each local value becomes a tensor sharded like the tensor beside it.
+
+All are in the order of the slots for which it was made. The result is None for a value beside None.
+"""
 
 
 class Engine(Protocol):
-    """Runs programs. All ranks must call every method that communicates, in the same order."""
+    """Runs programs on the ranks of a mesh. All ranks must call every method that communicates, in the same order."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks that run."""
+        """The mesh of the ranks."""
         ...
 
     @property
@@ -65,33 +70,34 @@ class Engine(Protocol):
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """Make a lowered graph ready to run; the graph itself is not changed.
 
-        The result takes a list of values and empties it, so that each value is freed after its last use.
+        The returned function takes a list of values and empties it, so that each value is freed after its last use.
 
         Args:
             graph_module: the graph.
-            written: maps the index of a result to the index of a placeholder that is not needed afterwards. The result
-                may be written over the placeholder's value; pass both to `store`.
+            written: from the index of a result to the index of the placeholder whose value it replaces. The result may
+                be written over this value. Call `store` in any case.
         """
         ...
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Load a graph that adds its last results to sums while it runs, see `add_to_sums`.
+        """Make a graph ready to run that adds its last results to sums while it runs; see `add_to_sums`.
 
-        The sums come after the other inputs. The result is None if this engine can only `add` afterwards.
+        The returned function takes the sums after the graph's own inputs. The method returns None if this engine cannot
+        do this; call `add` on the results of the graph.
 
         Args:
-            graph_module: the graph; itself it adds nothing.
-            owned: for each of the last results, whether `graph_module` returns it in memory of its own. Sums begin as
-                its results.
+            graph_module: the graph, which does not add yet.
+            owned: for each of the last results, whether `graph_module` returns it in new memory. The first sums are
+                results of the graph, so their memory may then be written over.
         """
         ...
 
     def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
-        """Store a local value, with the slot's spec, into each of the user's tensors, in place."""
+        """Write local values into the user's tensors, in place; each local value has the spec of its slot."""
         ...
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor of zeros for the user, sharded as `slot` says, on the ranks that hold parameter `beside`."""
+        """Return a user's tensor of zeros, sharded as `slot` says, on the ranks that hold parameter `beside`."""
         ...
 
     def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
@@ -99,45 +105,46 @@ class Engine(Protocol):
         ...
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """`tensor` itself if it is sharded as `slot` says, or a resharded copy."""
+        """Return `tensor` itself if it is sharded as `slot` says; else return a resharded copy."""
         ...
 
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A copy of the whole tensor `tensor`, sharded as `like` is."""
+        """Return a copy of the whole tensor `tensor`, sharded as `like` is."""
         ...
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
-        """Add `addends` to `sums`, pairs of local values with equal specs; empties `addends`.
+        """Add each of `addends` to the sum at the same position, in place in the list `sums`; empty `addends`.
 
         Args:
-            sums: the sums so far, or first addends.
-            addends: an addend for each sum.
-            owned: which of `sums`, results of a graph, may be written over; None: all, since this engine made them.
+            sums: local values: the sums so far, or the first addends.
+            addends: a local value for each sum, with the same spec.
+            owned: for each sum that is a result of a graph, whether it may be written over. None: all may be, because
+                `add` made them.
         """
         ...
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
-        """The local value of a user's tensor: a global tensor, or a DTensor."""
+        """Return the local value of a user's tensor (a global tensor or a DTensor), with the spec of `slot`."""
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """A function that applies `read` to each slot; a value may be the very tensor inside a DTensor."""
+        """Return a function that reads a tensor for each slot; a value may be the very tensor inside a DTensor."""
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
-        """A function that applies `write_like` to each slot; None where `like` is None."""
+        """Return a function that applies `write_like` to each slot; its result is None for a `like` of None."""
         ...
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """The global tensor of a local value."""
+        """Return the global tensor of a local value."""
         ...
 
     def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """The tensor of a local value with its sharding: a DTensor with processes, else a global tensor."""
+        """Return a local value as a tensor that stays sharded: a DTensor. The simulator returns a global tensor."""
         ...
 
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """The tensor of a local value in the form of `like`: a DTensor with its placements, or a global tensor."""
+        """Return a local value as a tensor in the form of `like`: a DTensor with its placements, or a global tensor."""
         ...
 
     def adopt(self, model: nn.Module) -> None:
@@ -158,22 +165,22 @@ class Engine(Protocol):
         Args:
             model: the user's model.
             specs: the spec of each parameter on the ranks that hold it.
-            holders: the pipeline stage mesh whose ranks alone hold a parameter; empty: every rank has its shard of all
-                parameters.
+            holders: by the name of a parameter, the pipeline rank (index along the axis "pipeline") that alone holds
+                the parameter. Empty: every rank has its shard of all parameters.
         """
         ...
 
     def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
-        """A plain tensor with the global value and shape of a parameter, buffer or input.
+        """Return a plain tensor with the global value and shape of a parameter, buffer or input.
 
         Args:
             tensor: the user's tensor.
-            holder: the pipeline stage mesh whose ranks alone hold it; None: every rank has its shard.
+            holder: the pipeline rank that alone holds the tensor; None: every rank has its shard.
         """
         ...
 
     def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
-        """The values of a region, as `global_copy` returns them, with little more memory than the region's."""
+        """Return a region of the tensor that `global_copy` returns, with memory for little more than the region."""
         ...
 
     def agree(self, facts: Callable[[], Facts]) -> None:
@@ -187,7 +194,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatorEngine:
-    """All ranks of `mesh` in this process, in lock-step. The user's parameters stay as they are."""
+    """Runs all ranks of `mesh` in this process, in lock-step; see `Engine`. The user's parameters stay as they are."""
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -197,7 +204,7 @@ class SimulatorEngine:
         return None
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """Results are new tensors."""
+        """Make a graph ready to run; see `Engine.load`. Results are new tensors, whatever `written` says."""
 
         def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
             inputs = values.copy()
@@ -207,7 +214,7 @@ class SimulatorEngine:
         return run
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """None: ranks may share tensors, so a write would change several ranks."""
+        """Return None: ranks may share tensors, so a write would change the values of several ranks."""
         return None
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
@@ -255,7 +262,7 @@ class SimulatorEngine:
         return tensor
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
-        """Make new tensors; pairs that several ranks share are added once."""
+        """Add local values; see `Engine.add`. Sums are new tensors; a pair that several ranks share is added once."""
         for index in range(len(sums)):
             sums[index] = _sums(sums[index], addends.pop(0))
 

@@ -1,4 +1,4 @@
-"""A phased program, loaded by the engine that runs it."""
+"""`Executable`: a compiled program (forward, backward, update), loaded by the engine that runs it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 _STATES = 8
-"""The number of states of the model's Python to remember per program."""
+"""The number of Python states of the model to remember per program."""
 
 
 def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -> None:
-    """Raise `TraceError` if a backward must trace its call a second time, but the model changed since the forward."""
+    """Raise `TraceError` if the model changed since the forward. Call this before a backward traces its call again.
+
+    Args:
+        state: the Python state of the model in the forward.
+        was_training, is_training: the mode of the model in the forward, and now.
+    """
     changes = [*state.changes(), *(["training"] if was_training != is_training else [])]
     if changes:
         raise TraceError(
@@ -42,12 +47,13 @@ def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -
 class Executable:
     """A compiled program loaded by an engine. It runs on the user's tensors: global tensors and DTensors.
 
-    Executables compare by identity, so that `PerProgram` can keep values for each.
+    A Python state is the set of Python values of the model (attributes, modes, hooks) that a trace read; guards compare
+    it (`PythonGuards`). Executables compare by identity, so that `PerProgram` can keep values for each.
 
     Args:
         compiled: the program.
         engine: the engine that runs it.
-        python_guards: the states of the model's Python whose traces gave this program, newest last. One must hold.
+        python_guards: the Python states whose traces gave this program, newest last. One of them must hold at a call.
         varying: numbers of the model that change from call to call.
     """
 
@@ -64,11 +70,11 @@ class Executable:
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
-        """The program for a copy of its model. A trace of the copy must give the program before it serves the copy."""
+        """Return the program for a copy of its model, which it serves once a trace of the copy gives this program."""
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
     def does(self, update: Update | None) -> bool:
-        """Whether the program updates parameters as `update` says."""
+        """Whether the program updates parameters as `update` says; true if it or the call has no update."""
         mine = self.compiled.update
         if update is None or mine is None or any(update is item for item in self._served):
             return True
@@ -77,7 +83,7 @@ class Executable:
         return serves
 
     def serves_state(self) -> bool:
-        """Whether the model's Python is in a state that the program serves."""
+        """Whether the model is now in a Python state that the program serves."""
         for index, guards in reversed(list(enumerate(self.python_guards))):
             if guards.hold():
                 self.python_guards.append(self.python_guards.pop(index))
@@ -86,31 +92,36 @@ class Executable:
 
     @property
     def state(self) -> PythonGuards:
-        """The state of the model's Python that was last found to hold."""
+        """The Python state that was last found to hold."""
         return self.python_guards[-1] if self.python_guards else PythonGuards()
 
     def state_changes(self) -> Sequence[str]:
-        """Changes of the model's Python since the last trace of the program."""
+        """Return the names of Python values that changed since the last trace of the program."""
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
-        """Serve the present state of the model's Python, whose trace gave this program; see `PythonUse.guards`."""
+        """From now on, serve the present Python state too, whose trace gave this program.
+
+        Args:
+            use: the Python values that the trace read; see `PythonUse.guards`.
+            registered: the parameters and buffers of the model.
+        """
         del self.python_guards[: -_STATES + 1]
         self.python_guards.append(self.varying.guards(use, registered))
 
     def look_for_varying(self, trace: Trace) -> Iterator[str]:
-        """After a trace has given the program a second time, find numbers that change, and yield their names."""
+        """Find numbers that change from call to call, after a trace has given the program again; yield notes to log."""
         return self.varying.look(self.python_guards, self.compiled.fingerprint, trace)
 
     def set_attributes(self) -> None:
-        """Set the plain attributes that the model's own call sets, in the state that was last found to hold."""
+        """Set the plain attributes that the model's own call sets, as in the trace of the present Python state."""
         for holder, name, value in self.state.settings:
             if vars(holder).get(name, MISSING) is not value:
                 setattr(holder, name, value)
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the program; see `PhasedProgram.digest`."""
+        """A hash of the program's text, equal on all ranks; see `PhasedProgram.digest`."""
         return self.phased.digest() if self.compiled.staged is None else self.compiled.staged.digest()
 
     @property
@@ -130,12 +141,15 @@ class Executable:
 
     @cached_property
     def elsewhere(self) -> tuple[LoweredProgram, ...]:
-        """The pipeline stages that other processes run."""
+        """The programs of the pipeline stages that other processes run."""
         stages = () if self.compiled.staged is None else self.compiled.staged.stages
         return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
 
     def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
-        """The inputs of a forward call by stage, without the inputs that other stages send."""
+        """Share out the inputs of a forward call to the stages of this process; return each stage's inputs by number.
+
+        The inputs that other stages send are not among them.
+        """
         if self.compiled.staged is None:
             return {0: tensors}
         given = dict(zip(self.input_names, tensors, strict=True))
@@ -156,12 +170,12 @@ class Executable:
 
     @cached_property
     def crossing_inputs(self) -> tuple[tuple[int, LocalSlot], ...]:
-        """Position and slot of each input that another stage sends."""
+        """Position and slot of each forward input that another stage sends."""
         return tuple((place, slot) for place, slot in enumerate(self.inputs) if crosses_stages(slot.slot.name))
 
     @cached_property
     def given_inputs(self) -> tuple[LocalSlot, ...]:
-        """The input slots of a forward call that the user and the model fill: all but those that other stages send."""
+        """The input slots of a forward call without the inputs that other stages send."""
         return tuple(slot for slot in self.inputs if not crosses_stages(slot.slot.name))
 
     @cached_property
@@ -184,17 +198,17 @@ class Executable:
 
     @cached_property
     def tangents(self) -> tuple[LocalSlot, ...]:
-        """The input slots of a backward call, in order."""
+        """The slots of a backward call's tangents (gradients of outputs), in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.backward_inputs)
 
     @cached_property
     def gradients(self) -> tuple[LocalSlot, ...]:
-        """The output slots of a backward call, in order."""
+        """The slots of the gradients that a backward call returns, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.backward_outputs)
 
     @cached_property
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
-        """The inputs whose values a backward call reads for each gradient, by the gradient's owner."""
+        """For each gradient, the inputs whose values a backward reads for it, by the gradient's parameter or input."""
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
@@ -227,7 +241,7 @@ class Executable:
 
     @cached_property
     def owned_gradients(self) -> tuple[bool, ...]:
-        """Which gradients carried from a backward into the update may be written over."""
+        """For each gradient that a backward carries into the update, whether it may be written over."""
         return owned_results(self.phased.backward.graph)[len(self.gradients) :]
 
     @cached_property
@@ -240,17 +254,17 @@ class Executable:
 
     @cached_property
     def updated(self) -> tuple[LocalSlot, ...]:
-        """The output slots of an update, in order."""
+        """The slots of the parameters and state that an update returns, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.update_outputs)
 
     @cached_property
     def read_by_update(self) -> tuple[LocalSlot, ...]:
-        """The input slots of an update, in order, without the gradients carried from the backward."""
+        """The slots of the parameters, state and options that an update reads, in order; gradients are left out."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.update_inputs)
 
     @cached_property
     def options_by_update(self) -> tuple[tuple[int, int], ...]:
-        """The position of each group's options among the update's inputs, and the number of the group."""
+        """For each vector of an optimizer group's options, its position in `read_by_update`, and the group's number."""
         slots = enumerate(slot.slot for slot in self.read_by_update)
         return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
 
@@ -262,7 +276,7 @@ class Executable:
 
     @cached_property
     def update(self) -> ProgramUpdate | None:
-        """The update of a training step's program, or of its stage; None if the program updates nothing."""
+        """The update of a training step's program, or of a stage; None if the program updates nothing."""
         if self.phased.update is None:
             return None
         return ProgramUpdate(
@@ -281,7 +295,7 @@ class Executable:
         """Load all phases now. They may bind process groups, so all ranks must load together.
 
         Args:
-            adds: whether micro-batches add their gradients.
+            adds: whether several micro-batches add their gradients.
         """
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
@@ -294,32 +308,42 @@ class Executable:
             self.update.load()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
-        """The global outputs, in the order of `outputs`, and the local values saved for the backward."""
+        """Run the forward on global inputs; return the outputs for the user, and the values saved for the backward.
+
+        Args:
+            tensors: the inputs, in the order of `inputs`; the outputs are in the order of `outputs`.
+        """
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
     def for_hoisted(self, values: Sequence[LocalValue]) -> list[LocalValue]:
-        """The local values for `run_hoisted_on`, selected from those of `read_inputs`."""
+        """Select the local values that `run_hoisted_on` takes from the result of `read_inputs`."""
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Local values computed once for all micro-batches from those of `for_hoisted`; empties `values`."""
+        """Compute, once for all micro-batches, the local values that depend on parameters alone.
+
+        Args:
+            values: the result of `for_hoisted`; emptied.
+        """
         return [] if self._hoisted is None else list(self._hoisted(values))
 
     def read_inputs(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """The local values of the given inputs of a forward call."""
+        """Return the local values of the inputs of a forward call, in the order of `given_inputs`."""
         return list(self._read_inputs(tensors))
 
     def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local outputs, in the order of `outputs`, and the values saved for the backward.
+        """Run the forward of a program without stages and hoisted values.
+
+        Return the local outputs, in the order of `outputs`, and the local values saved for the backward.
 
         Args:
-            tensors: the global inputs, in the order of `inputs`; the program has no stages and hoists nothing.
+            tensors: the global inputs, in the order of `inputs`.
         """
         return self.run_forward_on(self.read_inputs(tensors))
 
     def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local outputs, and the values saved for the backward.
+        """Run the forward on local values; return the local outputs, and the local values saved for the backward.
 
         Args:
             values: local inputs, in the order of `inputs`, then the results of `run_hoisted_on`; emptied.
@@ -330,35 +354,60 @@ class Executable:
         return [_apart(value) if id(value) in given else value for value in results[:count]], results[count:]
 
     def run_backward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local gradients, and values carried into the update, from saved values and tangents; empties `values`."""
+        """Run the backward; return the local gradients, and the local values carried into the update.
+
+        Args:
+            values: the values saved by the forward, then the local tangents; emptied.
+        """
         results = list(self._backward(values))
         count = len(self.gradients)
         return results[:count], results[count:]
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether `run_adding_backward` and `run_adding_half` can run."""
+        """Whether backwards can add gradients to sums while they run (`run_adding_backward`, `run_adding_half`)."""
         return self._adding_backward is not None
 
     def run_adding_backward(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Like `run_backward_on`, but gradients are added to sums, which follow the tangents in `values`."""
+        """Run the backward, and add each carried gradient to its sum as soon as it is computed.
+
+        Return the local gradients, and the sums.
+
+        Args:
+            values: the values saved by the forward, the local tangents, then the sums so far; emptied.
+        """
         assert self._adding_backward is not None, "the engine adds in backwards"
         results = list(self._adding_backward(values))
         count = len(self.gradients)
         return results[:count], results[count:]
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local gradients for other stages, and the inputs of the second half; `values` as for `run_backward_on`."""
+        """Run the first half of a split backward; return local gradients for other stages, and inputs of the second.
+
+        `values` are as for `run_backward_on`.
+        """
         results = list(self._halves.inputs(values))
         count = len(self.gradients)
         return results[:count], results[count:]
 
     def run_second_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], Sequence[bool]]:
-        """The values carried into the update, and which of them may be written over; empties `values`."""
+        """Run the second half of a split backward.
+
+        Return the values carried into the update, and for each whether it may be written over.
+
+        Args:
+            values: the second result of `run_first_half`; emptied.
+        """
         return list(self._halves.weights(values)), self._halves.owned
 
     def run_adding_half(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Like `run_second_half`, but gradients are added to sums, which come last in `values`."""
+        """Run the second half of a split backward, and add each gradient to its sum as soon as it is computed.
+
+        Return the sums.
+
+        Args:
+            values: the second result of `run_first_half`, then the sums so far; emptied.
+        """
         assert self._halves.adding_weights is not None, "the engine adds in backwards"
         return list(self._halves.adding_weights(values))
 
@@ -368,12 +417,12 @@ class Executable:
         tangents: Mapping[str, torch.Tensor],
         likes: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The gradients, by the names of their owners.
+        """Run the backward; return the gradients by the names of their owners (parameters or inputs).
 
         Args:
             saved: the values that `run_forward` saved; emptied, so that each value is freed after its last use.
-            tangents: the gradient of each output by the name of its tangent ("tangent:0"); missing ones are zero.
-            likes: the owner of each gradient by name; a DTensor gives the gradient its placements.
+            tangents: the gradient of each output by the name of its tangent ("tangent:0"); missing tangents are zero.
+            likes: the owners of the wanted gradients, by name; a DTensor gives its gradient the same placements.
         """
         values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
         saved.clear()
@@ -387,14 +436,14 @@ class Executable:
         }
 
     def unreached(self, tangents: Collection[str]) -> frozenset[str]:
-        """The owners that get no gradient from these tangents."""
+        """Return the names of the parameters and inputs that get no gradient from these tangents."""
         by_tangent = self.phased.lowered.traced.unreached
         if not by_tangent:
             return frozenset()
         return frozenset.intersection(*(by_tangent.get(name, frozenset()) for name in tangents))
 
     def _find_backward(self, tangents: Collection[str]) -> Loaded:
-        """The backward from the outputs of these tangents."""
+        """Return the loaded backward for the case that only these tangents are given."""
         if all(slot.slot.name in tangents for slot in self.tangents):
             return self._backward
         given = frozenset(tangents)
@@ -407,7 +456,7 @@ class Executable:
         return self._backward_from[given]
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """An output for the user: sharded, or whole."""
+        """Return an output for the user: sharded if `sharded_outputs` has its name, else whole."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)
@@ -421,7 +470,14 @@ class Executable:
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """The loaded halves of a backward; `owned`: which results of the second may be written over."""
+    """The loaded halves of a split backward.
+
+    Args:
+        inputs: the first half, which computes gradients for other stages.
+        weights: the second half, which computes gradients of weights.
+        adding_weights: the second half, with results added to sums; None if the engine cannot do this.
+        owned: for each result of the second half, whether it may be written over.
+    """
 
     inputs: Loaded
     weights: Loaded
@@ -430,5 +486,5 @@ class _Halves:
 
 
 def _apart(value: LocalValue) -> LocalValue:
-    """A new tensor object on the same memory: autograd marks results, and the value may be inside a user's DTensor."""
+    """Return a new tensor object on the same memory, because autograd marks results, and a DTensor may hold `value`."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Runs programs in the order of their tasks; each order is proven before its first run."""
+"""`Executor` runs training steps, and calls in pipeline stages, task by task in a proven order."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from autoshard.runtime.stages.stage_messages import MessagesInProcess, StageMess
 
 
 class Prove(Protocol):
-    """Proves an order."""
+    """Proves that an order of tasks is complete and ends."""
 
     def __call__(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Raise `VerificationError` if an order leaves out work: forwards, and backwards if it `trains`."""
+        """Raise `VerificationError` if the proof fails. An order that `trains` must have backwards too."""
         ...
 
 
 class Executor:
-    """Runs the steps of a module, and its calls in stages. All ranks must call its methods together.
+    """Runs the training steps of a module, and its calls in pipeline stages. All ranks must call its methods together.
 
     Args:
         messages: the messages between pipeline stages; None if programs have no stages.
@@ -56,7 +56,9 @@ class Executor:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
-        """Prove the order of a program and load its phases, once; all ranks must call in the same order.
+        """Prove the order of a program, load its phases, and return the table of its messages between stages.
+
+        This is done once per program. All ranks must call for the same programs in the same order.
 
         Args:
             executable: the program of a step, or a program in stages.
@@ -82,7 +84,10 @@ class Executor:
         self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
         graphs: GraphedPasses | None = None,
     ) -> ProgramRun:  # fmt: skip
-        """Run all forwards and backwards of a call. The returned run has the gradients; see `ProgramRun`."""
+        """Run all forwards and backwards of a call. The stages of the returned run have the summed gradients.
+
+        `table` is the result of `prepare`. The other arguments are those of `ProgramRun`.
+        """
         order = table.staged.order
         assert len(weights) == order.micro_batches, "the order has a task for each micro-batch"
         stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
@@ -94,7 +99,7 @@ class Executor:
 
     @torch.no_grad()
     def run_forward(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of a call in stages, on every rank, in the order of `executable.outputs`.
+        """Run a call in stages; return its outputs on every rank, in the order of `executable.outputs`.
 
         Args:
             executable: the program of a call without gradients, in stages.
@@ -113,7 +118,7 @@ class Executor:
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
-    """The program of a step without stages, as a pipeline of one stage."""
+    """Return the program of a step without stages as a pipeline of one stage."""
     plan = executable.compiled.plan
     assert order is not None, "a step has an order"
     assert plan is not None, "it was planned"
@@ -122,7 +127,11 @@ def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedPro
 
 
 def loss_of(executable: Executable) -> LocalSlot:
-    """The output that `find_loss` finds; `TraceError` if no output can be trained by."""
+    """Return the output slot of the loss: the first floating scalar that the model returns.
+
+    Raises:
+        TraceError: no output is a floating scalar, or the first one depends on no parameter.
+    """
     kept = {f"output:{index}" for index in executable.phased.lowered.traced.kept}
     slots = {slot.slot.name: slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT}
     slots = {name: slot for name, slot in slots.items() if name not in kept}
@@ -131,7 +140,10 @@ def loss_of(executable: Executable) -> LocalSlot:
 
 
 def check_sums(phased: PhasedProgram) -> None:
-    """Raise unless all carried gradients are sums or addends of sums, which micro-batches can add; maxima are not."""
+    """Raise `NotAvailableError` if a gradient is a partial maximum, minimum or product.
+
+    Micro-batches add their gradients, which is right for whole values and partial sums only.
+    """
     lowered = phased.lowered
     nodes = {node.name: node for node in lowered.graph_module.graph.nodes}
     for name in phased.carried:

@@ -1,9 +1,12 @@
-"""On a CPU, memory that a step frees stays with the process, for the next step.
+"""Keep the memory that a step frees on a CPU with the process, for the next step.
 
 glibc returns the free end of its heap to the system when it exceeds a threshold: a few MiB for tensors of a few MiB. A
 step frees nearly all its memory, so the next step takes a page fault for every 4 KiB. A step of 300 ms of a small BERT
-took 10,000 faults, 5 to 25 % of its time. So this module raises the threshold. Allocations outside of the heap begin at
-the largest size to which glibc itself may raise that limit. Variables of glibc that the user has set take precedence.
+took 10,000 faults, 5 to 25 % of its time. So this module raises the threshold.
+
+glibc allocates large blocks outside of the heap, and returns them when they are freed. This module raises the size at
+which that begins to the largest value that glibc itself may choose. Variables of glibc that the user has set take
+precedence.
 """
 
 from __future__ import annotations
@@ -44,5 +47,5 @@ def give_freed_memory_back() -> None:
 
 
 def _function(name: str) -> Any:
-    """A function of the C library; None if there is none of this name."""
+    """Return a function of the C library; None if there is none of this name, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

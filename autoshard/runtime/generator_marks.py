@@ -1,8 +1,9 @@
-"""Marks of the state of torch's CPU generator, and the order of two states after one seed.
+"""`Mark`: a short form of the state of torch's CPU generator, which can be compared and ordered.
 
-The generator is a Mersenne Twister (Matsumoto and Nishimura 1998): blocks of 624 words, each computed from the previous
-block. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a cached
-normal number. This layout has not changed since torch 1.
+The generator is a Mersenne Twister (Matsumoto and Nishimura 1998). It computes blocks of 624 words, each from the
+previous block. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a
+cached normal number. This layout has not changed since torch 1. Two states after one seed are ordered by the numbers
+drawn since the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _WORDS = 624
 _DRAWN, _BLOCK = slice(16, 24), slice(24, 24 + 8 * _WORDS)
 
 _KNOWN_BLOCKS = 256
-"""The number of blocks after a seed whose order is known: 160,000 numbers, which take 2 ms once per seed."""
+"""The number of blocks after a seed whose order is known.
+
+They have 160,000 words, which take 2 ms to draw, once per seed.
+"""
 
 
 class Mark(NamedTuple):
@@ -39,24 +43,27 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, generator: torch.Generator) -> Mark:
-        """The present state of a generator, as a mark."""
+        """Return the present state of a generator as a mark."""
         state = generator.get_state().numpy().tobytes()
         drawn = int.from_bytes(state[_DRAWN], sys.byteorder)
         return cls(generator.initial_seed(), hash(state[_BLOCK]), drawn, hash(state[_BLOCK.stop :]))
 
     @classmethod
     def now(cls) -> Mark:
-        """The present state of torch's generator, as a mark."""
+        """Return the present state of torch's default generator as a mark."""
         return cls.of(torch.default_generator)
 
     @property
     def place(self) -> tuple[float, int]:
-        """The distance from the seed as block and word; equal for all states after the known blocks."""
+        """The distance from the seed: the number of the block, and the words drawn from it.
+
+        It is `(inf, 0)` for all states after the known blocks.
+        """
         block = blocks_behind(self.seed).get(self.block)
         return (math.inf, 0) if block is None else (block, self.drawn)
 
     def follows(self, other: Mark) -> bool:
-        """Whether this state is not before another state of the same seed, as far as is known."""
+        """Whether this state is at or after another state of the same seed, as far as the order is known."""
         return self.drawn >= other.drawn if self.block == other.block else self.place >= other.place
 
     @property
@@ -67,7 +74,7 @@ class Mark(NamedTuple):
 
 @lru_cache(8)
 def blocks_behind(seed: int) -> Mapping[int, int]:
-    """The number of each known block after a seed, by its hash; the seed itself gives block 0."""
+    """Return the number of each known block after a seed, by the block's hash; the seed itself gives block 0."""
     generator = torch.Generator().manual_seed(seed)
     numbers: dict[int, int] = {}
     for number in range(_KNOWN_BLOCKS):

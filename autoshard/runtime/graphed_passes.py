@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as one CUDA graph."""
+"""`GraphedPasses` runs the forward and backward of a micro-batch as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from autoshard.runtime.versions import Key
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """The graphs of one program: for the hoisted part, once per step, and for forward and backward."""
+    """The CUDA graphs of one program.
+
+    Args:
+        hoisted: computes values that depend on parameters alone, once per step.
+        passes: runs the forward and backward of a micro-batch.
+    """
 
     hoisted: CudaGraph
     passes: CudaGraph
@@ -24,17 +29,17 @@ class _Graphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphedPasses:
-    """The CUDA graphs of a step's programs.
+    """Runs forwards and backwards of programs as CUDA graphs, which it keeps for each program.
 
     Args:
-        record: see `CudaGraph`.
+        record: records the launches of a function; see `CudaGraph`.
     """
 
     record: Record = record_on_cuda
     _graphs: PerProgram[_Graphs] = field(default_factory=PerProgram)
 
     def run_hoisted(self, executable: Executable, values: Sequence[Tensor]) -> list[Tensor]:
-        """Local values computed once for all micro-batches, from those of `Executable.for_hoisted`."""
+        """Run `Executable.run_hoisted_on` as a CUDA graph, on the result of `Executable.for_hoisted`."""
         if executable.phased.hoisted is None:
             return []
         return self._of(executable).hoisted.run(executable.run_hoisted_on, values)
@@ -42,7 +47,9 @@ class GraphedPasses:
     def run(
         self, executable: Executable, values: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Local outputs, and values that the backward carries into the update; valid until the next call.
+        """Run forward and backward; return the local outputs, and the gradients carried into the update.
+
+        The results are valid until the next call.
 
         Args:
             executable: the program.

@@ -1,4 +1,4 @@
-"""Tensors that outlive a call are made outside of `torch.inference_mode`, so that training can follow."""
+"""`in_normal_mode`: make tensors that outlive a call outside of `torch.inference_mode`, so that training can follow."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""DTensors at the boundary of a program, converted fast if their sharding is the same as in the previous call.
+"""Convert DTensors to local values and back, fast if their sharding is the same as in the previous call.
 
-A DTensor's sharding is its spec, an object that torch replaces and never changes. For each slot of a program, this
-module remembers the spec with which the local tensor itself is the value. A DTensor with another spec takes the slow
-path. No tensor is remembered, so no memory is kept alive.
+Torch describes a DTensor's sharding by a spec object (`_spec`), which torch replaces and never changes. If the local
+tensor of a DTensor is exactly the value that a program reads, this module remembers the DTensor's spec for the
+program's slot. At the next call, a DTensor with the same spec object needs no conversion. A DTensor with another spec
+takes the slow path. No tensor is remembered, so no memory is kept alive.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ _LASTING = (InputKind.PARAMETER, InputKind.STATE)
 """Kinds of inputs that are the same tensors at each call."""
 
 Read = Callable[[torch.Tensor, LocalSlot], torch.Tensor]
+"""Returns the local value of a user's tensor; see `Engine.read`."""
 WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
+"""Returns a local value as a tensor in the form of another tensor; see `Engine.write_like`."""
 
 
 class Reader:
-    """Reads the values of a program's inputs.
+    """Returns the local values of a program's inputs.
 
     Args:
         slots: the program's input slots, in order.
-        read: the slow path: reads the value of a tensor.
+        read: the slow path: reads the local value of one tensor.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
@@ -40,7 +43,7 @@ class Reader:
         self._others = range(len(slots))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values, in the order of the slots."""
+        """Return the local values of `tensors`; both are in the order of the slots."""
         found = self._locals_of([tensors[index] for index in self._specs])
         if found is None:
             self._specs, self._others, found = {}, range(len(self._slots)), []
@@ -51,7 +54,10 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """The local tensors of DTensors if they are their values: known specs, contiguous, and no pending results."""
+        """Return the local tensors of DTensors if all of them are exactly the values to read; else None.
+
+        They are if the DTensors have the known specs, and the local tensors are contiguous plain tensors.
+        """
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
         found = [*map(local_of, tensors)]
@@ -66,11 +72,11 @@ class Reader:
 
 
 class LikeWriter:
-    """Makes the user's tensors from a program's results: DTensors with the placements of given ones.
+    """Makes the user's tensors from a program's results: DTensors with the placements of given DTensors.
 
     Args:
         slots: the program's output slots, in order.
-        write_like: the slow path: makes the tensor of a value in the form of another.
+        write_like: the slow path: makes one tensor from a local value, in the form of another tensor.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:
@@ -79,7 +85,7 @@ class LikeWriter:
         self._specs: list[tuple[Any, Any]] = [(None, None)] * len(slots)
 
     def __call__(self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor | None]) -> list[Any]:
-        """The tensors, in the order of the slots; None where `likes` has None."""
+        """Return a tensor for each value, in the form of the tensor in `likes`; None if `likes` has None."""
         found: list[Any] = []
         for index, (value, like) in enumerate(zip(values, likes, strict=True)):
             spec, made = self._specs[index]
@@ -99,12 +105,12 @@ class LikeWriter:
 
 
 def is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same elements in the same places."""
+    """Whether two tensors are the same memory, with the same shape and strides."""
     return (value.data_ptr(), value.shape, value.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def are_dtensors(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors are DTensors; parameters of this type count too."""
+    """Whether the type of all tensors is DTensor; parameters that are DTensors have this type too."""
     return set(map(type, tensors)) <= {DTensor}
 
 

@@ -1,4 +1,4 @@
-"""The programs that a module has compiled, by the key of their calls, up to a maximum number."""
+"""`KnownPrograms`: a cache of the programs that a module has compiled, by the key of their calls."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autoshard.runtime.executable import Executable
 
 
 class KnownPrograms:
-    """Programs by a key of the calls that they may serve, at most `most` of them.
+    """At most `most` programs, by the key of the calls that they may serve (`key_of`). A key may have several programs.
 
-    Beyond that, a program of the least recently used key is dropped, and the memory of its graphs, plan and kernels is
-    freed. It is compiled a second time when its call returns.
+    If a program is added beyond that, a program of the least recently used key is dropped. The memory of its graphs,
+    plan and kernels is freed. The program is compiled again at the next call of this kind.
     """
 
     def __init__(self, most: int) -> None:
@@ -26,7 +26,7 @@ class KnownPrograms:
         return sum(map(len, self._programs.values()))
 
     def find(self, key: Hashable, serves: Callable[[Executable], bool]) -> Executable | None:
-        """The most recently used program of a key for which `serves` is true; None if there is none."""
+        """Return the most recently used program of a key for which `serves` is true; None if there is none."""
         known = self._programs.get(key, [])
         found = next((executable for executable in reversed(known) if serves(executable)), None)
         if found is not None:
@@ -34,11 +34,11 @@ class KnownPrograms:
         return found
 
     def of(self, key: Hashable) -> tuple[Executable, ...]:
-        """The programs of a key."""
+        """Return all programs of a key."""
         return tuple(self._programs.get(key, ()))
 
     def add(self, key: Hashable, executable: Executable) -> None:
-        """Add a program, unless it is known."""
+        """Add a program under a key, unless it is there, and mark it as the most recently used."""
         known = self._programs.setdefault(key, [])
         if all(item is not executable for item in known):
             known.append(executable)
@@ -47,7 +47,7 @@ class KnownPrograms:
             self._forget_one()
 
     def for_a_copy(self) -> KnownPrograms:
-        """The programs for a copy of their model."""
+        """Return a cache with the same programs for a copy of the model; see `Executable.for_a_copy`."""
         copy = KnownPrograms(self.most)
         for key, known in self._programs.items():
             copy._programs[key] = [executable.for_a_copy() for executable in known]

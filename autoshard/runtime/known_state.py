@@ -1,4 +1,4 @@
-"""Caches where an optimizer's state was found; valid while the same objects hold it."""
+"""A cache of the tensors of an optimizer; it is valid while the optimizer and the model hold the same objects."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class UpdateInputs:
     """The inputs of a program's update.
 
     Args:
-        tensors: by stage, parameters, state and options in input order; options are those of an earlier step.
-        are_counted_together: whether the updated parameters are exactly those that were counted last.
+        tensors: by stage, its parameters, state and options in the order of the update's inputs. Options are from an
+            earlier step.
+        are_counted_together: whether the updated parameters are exactly the parameters whose steps were counted last.
     """
 
     tensors: Mapping[int, list[torch.Tensor]]
@@ -31,13 +32,13 @@ class UpdateInputs:
 
 @dataclass(slots=True)
 class KnownState:
-    """The present contents of an optimizer.
+    """The contents of an optimizer when this object was made: its groups, parameters and state tensors.
 
     Args:
         optimizer: the optimizer.
         members: the members of the model whose parameters it updates.
         rules: the update rule of each group.
-        update: the update, if it is the same at each step.
+        update: the update of a step, if each step has the same; else None.
     """
 
     optimizer: torch.optim.Optimizer
@@ -60,11 +61,11 @@ class KnownState:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the optimizer, by groups."""
+        """The parameters of the optimizer, group after group."""
         return self._parameters
 
     def is_current(self, members: Members) -> bool:
-        """Whether the optimizer has the same objects in the same places, for the same members of the model."""
+        """Whether the optimizer still has the same objects in the same places, for the same members of the model."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         return (
             members is self.members
@@ -76,11 +77,11 @@ class KnownState:
         )
 
     def held_by(self, executable: Executable) -> UpdateInputs | None:
-        """The inputs of a program's update, if they are known."""
+        """Return the remembered inputs of a program's update; None if there are none."""
         return self._held.get(executable)
 
     def remember(self, executable: Executable, held: UpdateInputs) -> None:
-        """Remember the inputs of a program's update: objects of the optimizer and the model."""
+        """Remember the inputs of a program's update. They are objects that the optimizer and the model hold."""
         self._held.keep(executable, held)
 
 
@@ -92,7 +93,7 @@ def _parameters_of(groups: Any) -> chain[Any]:
 
 
 def _tensors_in(state: Any) -> chain[Any]:
-    """The names and values of the state of each parameter."""
+    """Return the names and values of the state of each parameter, one after another."""
     return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
 
 

@@ -1,4 +1,4 @@
-"""The choice of the engine for a user's mesh."""
+"""Choose the engine for a user's mesh: processes or the simulator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATIENCE_S = 1800.0
 
 
 def world_size() -> int:
-    """The number of processes of this run: of the process group, or of `torchrun`, or else 1."""
+    """Return the number of processes of this run: of the process group, or of `torchrun`, or else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -42,7 +42,10 @@ def share_among_processes(compute: Callable[[], T], timeout_s: float = TIMEOUT_S
 
 
 def _all_processes(timeout_s: float) -> ControlGroup:
-    """All processes of this run. On CPUs, a process group that is made here gives up after `timeout_s`."""
+    """Return a control group of all processes of this run, and initialise torch.distributed if it is not yet.
+
+    On CPUs, the process group that is made here raises an error after `timeout_s` of waiting.
+    """
     if not dist.is_initialized():
         timeout = None if torch.accelerator.is_available() else timedelta(seconds=timeout_s)
         if launcher_keeps_store():
@@ -61,10 +64,10 @@ def make_engine(
     finish_in_place: FinishInPlace | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Engine:
-    """The engine for a mesh: processes if there are as many as ranks, else the simulator.
+    """Return the engine for a mesh: `DistributedEngine` if the run has a process for each rank, else the simulator.
 
     Args:
-        mesh: a torch mesh, which processes always run, or an abstract one.
+        mesh: a torch `DeviceMesh`, which processes always run, or a `Mesh`.
         device: the device of the model.
         wrap, check_in_place, finish_in_place, timeout_s: with processes, as for `DistributedEngine`.
 
@@ -93,7 +96,10 @@ def make_engine(
 
 
 def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
-    """The processes of a mesh. Torch's function would always give the groups along axes a timeout of half an hour."""
+    """Make a torch `DeviceMesh` of all processes, with groups that raise after `timeout_s` on CPUs.
+
+    Torch's `init_device_mesh` always gives groups along axes a timeout of half an hour.
+    """
     if kind != "cpu":
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
     groups = [_group_along(mesh, axis, timedelta(seconds=timeout_s)) for axis in mesh.axis_names]
@@ -102,7 +108,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of this process along an axis: the group of all processes, or a new one."""
+    """Return this process's group along an axis: the group of all processes if it fits, or a new group."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

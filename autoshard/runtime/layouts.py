@@ -1,4 +1,4 @@
-"""The sharding of DTensors in the form that programs need, computed once per placements and shape."""
+"""`Layouts`: how DTensors are sharded, in the form that programs need, computed once per placements and shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 
 _MOST = 4096
-"""The number of layouts kept: one for each placements and shape of the inputs and outputs of programs."""
+"""The number of layouts to keep: one for each pair of placements and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,11 @@ class TensorLayout:
     """The sharding of a DTensor on one rank.
 
     Args:
-        spec, placements: the sharding, as our spec and as torch's placements.
+        spec, placements: the sharding, as a `PartitionSpec` and as torch's placements.
         shape, stride: shape and stride of the whole contiguous tensor.
-        is_cut_alike: whether DTensor splits it into the same pieces as programs, apart from padding.
-        padded: the shape of the rank's piece in a program; `chunk` is the shape without padding, as in the DTensor.
+        is_cut_alike: whether a DTensor is split into the same pieces as in programs, apart from padding.
+        padded: the shape of the rank's piece in a program, with padding; empty unless `is_cut_alike`.
+        chunk: the shape of the rank's piece in the DTensor, without padding; empty unless `is_cut_alike`.
     """
 
     spec: PartitionSpec
@@ -38,7 +39,7 @@ class TensorLayout:
 
 
 class Layouts:
-    """The layouts of tensors on one rank of a mesh."""
+    """Computes layouts of tensors on one rank of a mesh."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh = mesh
@@ -47,11 +48,11 @@ class Layouts:
         self._stored = lru_cache(_MOST)(self._find_stored)
 
     def of(self, placements: Sequence[Placement], shape: Sequence[int]) -> TensorLayout:
-        """The layout of a DTensor with these placements and this shape."""
+        """Return the layout of a DTensor with these placements and this shape."""
         return self._of(tuple(placements), tuple(shape))
 
     def stored(self, spec: PartitionSpec, shape: Sequence[int]) -> TensorLayout:
-        """The layout of a DTensor with sharding `spec`, or the nearest that placements can express."""
+        """Return the layout of a DTensor sharded by `spec`, or by the nearest spec that placements can express."""
         return self._stored(spec, tuple(shape))
 
     def _find(self, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> TensorLayout:
@@ -70,7 +71,7 @@ class Layouts:
 
 
 def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """The spec nearest to `spec` that torch placements can express: the axes of a dim in the order of the mesh."""
+    """Return the spec nearest to `spec` that torch placements can express: each dim's axes in the order of the mesh."""
     order = {axis: index for index, axis in enumerate(mesh.axis_names)}
     dims = (tuple(sorted(axes, key=order.__getitem__)) for axes in spec.dims)
     return PartitionSpec(*dims, partial={axis: reduction.value for axis, reduction in spec.partial})

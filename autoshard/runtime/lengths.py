@@ -1,4 +1,4 @@
-"""A few programs serve calls of many lengths: inputs are padded to one of a few lengths, and outputs are cut back.
+"""Serve calls of many lengths by a few programs: pad inputs to one of a few lengths, and cut outputs back.
 
 The lengths are 8, 12, 16, 24, 32, 48 and so on, each a half or a third more than the previous one. Padding must not
 change any result: attention must be masked or causal, and the loss must leave padded targets out. This is proven for
@@ -29,11 +29,11 @@ DIM = 1
 
 _SHORTEST = 8
 _COMPARED = 2
-"""The number of lengths per proof that are padded to the same length: two neighbours, one of them odd."""
+"""A proof compares this many shorter lengths with the padded length: two neighbours, one of them odd."""
 
 
 class Prove(Protocol):
-    """Searches for a proof; `autoshard.api` implements it by `passes.padding.prove_padding`."""
+    """Searches for a proof that padding changes no result; `passes.padding.prove_padding` implements it."""
 
     def __call__(
         self,
@@ -43,12 +43,20 @@ class Prove(Protocol):
         length: int,
         fills: Mapping[str, float],
     ) -> PaddingProof:
-        """The proof for a padded call and for the `exact` calls, by their lengths."""
+        """Return the proof, which has a `reason` if padding may change a result.
+
+        Args:
+            trace: traces a call.
+            padded: the padded call.
+            exact: calls without padding, by their lengths.
+            length: the length of the padded call.
+            fills: the padding value of each padded input, by name ("input:0").
+        """
         ...
 
 
 def padded_length(length: int) -> int:
-    """The length to which inputs of `length` are padded.
+    """Return the length to which inputs of `length` are padded.
 
     Example:
         >>> [padded_length(length) for length in (1, 2, 9, 12, 13, 100)]
@@ -62,7 +70,7 @@ def padded_length(length: int) -> int:
 
 
 def shorter_lengths(padded: int) -> tuple[int, ...]:
-    """The lengths that a proof for a padded length compares: the shortest ones padded to it, at least half as long.
+    """Return the lengths that a proof compares with `padded`: the two shortest lengths that are padded to it.
 
     Example:
         >>> shorter_lengths(8), shorter_lengths(16), shorter_lengths(1)
@@ -74,12 +82,14 @@ def shorter_lengths(padded: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Lengths:
-    """Pads the calls of a module.
+    """Pads the calls of a module, if a proof shows that padding changes no result.
+
+    A kind of padded calls is the calls with equal keys, such as the same shapes after padding.
 
     Args:
         model: the user's model, whose `forward` names the arguments.
         padding: the padding value by the name of an argument, or "input:2" for the positional argument 2.
-        find_proof: searches for the proof that padding changes no result.
+        find_proof: searches for the proof.
     """
 
     model: nn.Module
@@ -90,10 +100,10 @@ class Lengths:
     """The last proof of each kind of padded calls."""
 
     def pad(self, call: FlatCall) -> FlatCall:
-        """The call with padded inputs; the call itself if no input needs padding.
+        """Return the call with padded inputs; the call itself if no input needs padding.
 
         Raises:
-            TraceError: a padded argument is missing, is not a tensor, or has another length than the others.
+            TraceError: an argument to pad is missing or not a tensor, or the arguments' lengths differ.
         """
         args, kwargs = call.assemble(call.leaves)
         lengths = {name: self._length(name, value) for name, value in self._named(args, kwargs).items()}
@@ -111,7 +121,14 @@ class Lengths:
         return replace(FlatCall.of(args, kwargs, call.outputs), exact=call)
 
     def choose(self, padded: FlatCall, kind: Callable[[FlatCall], Hashable]) -> FlatCall:
-        """The padded call if it has or may have a proof; else the call without padding."""
+        """Return the call to run: the padded call, or the call without padding if no proof was found for its kind.
+
+        A padded call of a new kind is returned too, because its proof has not been searched yet.
+
+        Args:
+            padded: the result of `pad`.
+            kind: returns the key of the padded calls that share one proof.
+        """
         if padded.exact is None:
             return padded
         proof = self._known.get(kind(padded))
@@ -120,7 +137,13 @@ class Lengths:
         return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
     def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
-        """The proof for a padded call, whose program `request` requests."""
+        """Search for the proof for a padded call, and return it.
+
+        Args:
+            trace: traces a call.
+            call: the padded call.
+            request: the request for the padded call's program.
+        """
         arguments = call.assemble(range(len(call.leaves)))
         places = {number: name for name, number in self._named(*arguments).items()}
         length = self._length_of(call)
@@ -136,7 +159,7 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls; return a warning if there is none."""
+        """Remember the proof for a kind of padded calls; return a warning for the log if the search failed."""
         self._known[kind] = proof
         if not proof.reason:
             return ()
@@ -147,7 +170,7 @@ class Lengths:
         )
 
     def keep(self, executable: Executable, proof: PaddingProof | None) -> None:
-        """Remember the proof of a program, for the present state of the model's Python; None forbids padding."""
+        """Remember the proof of a program; with None, the program may not run padded calls."""
         self._proofs.keep(executable, proof)
 
     def may_run(self, executable: Executable, call: FlatCall) -> bool:
@@ -155,7 +178,7 @@ class Lengths:
         return call.exact is None or self._proofs.get(executable) is not None
 
     def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
-        """The results of a call, without the padding."""
+        """Return the results of a call without the padding."""
         if call.exact is None:
             return outputs
         proof, length = self._proofs.get(executable), self._length_of(call.exact)
@@ -170,12 +193,12 @@ class Lengths:
         return next(iter(self._named(*call.assemble(call.leaves)).values())).shape[DIM]
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that are padded."""
+        """Return the arguments that are padded, by name."""
         given = {self._position(index): value for index, value in enumerate(args)} | dict(kwargs)
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 
     def _position(self, index: int) -> str:
-        """The name of a positional argument."""
+        """Return the name of positional argument `index`, or "input:2" for argument 2 if `padding` names it so."""
         names = list(inspect.signature(self.model.forward).parameters)
         number = f"input:{index}"
         return number if number in self.padding or index >= len(names) else names[index]

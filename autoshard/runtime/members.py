@@ -1,4 +1,4 @@
-"""The modules, parameters and buffers of a model, collected once and compared by identity at later calls."""
+"""`Members`: the modules, parameters and buffers of a model, collected once and compared by identity at later calls."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from autoshard.errors import NotAvailableError
 _FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _TRAITS = attrgetter("dtype", "shape", "requires_grad")
 _SPEC_TRAITS = attrgetter("_spec", "requires_grad")
-"""Traits of a DTensor: torch replaces its spec if its dtype or shape changes."""
+"""Reads the traits of a DTensor that are compared. Torch replaces `_spec` if the dtype or the shape changes."""
 
 
 @dataclass(frozen=True)
 class MembersSignature:
-    """The properties of the model that calls with the same program share. Its hash is computed once.
+    """The properties of a model that must be equal for two calls to share a program. Its hash is computed once.
 
     Args:
-        content: modes of modules; names of tensors, ties, dtypes, shapes, and which parameters are frozen.
+        content: the modes of modules, and the names, ties, dtypes and shapes of tensors. For calls with gradients, also
+            which parameters are frozen.
     """
 
     content: tuple[Any, ...]
@@ -41,7 +42,7 @@ class MembersSignature:
 
 
 class Members:
-    """The present members of a model.
+    """The modules, parameters and buffers that a model has when this object is made.
 
     Args:
         model: the model. Each of its modules and tensors is counted once.
@@ -64,7 +65,7 @@ class Members:
         self._model = model
 
     def are_unchanged(self) -> bool:
-        """Whether the model has the same objects in the same places, with the same dtypes and shapes."""
+        """Whether the model still has the same objects in the same places, with the same dtypes and shapes."""
         return (
             all(map(is_, _chained(map(_FLAGS, self._modules)), self._flags))
             and [*map(len, self._dicts)] == self._sizes
@@ -87,7 +88,7 @@ class Members:
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters by each of their qualified names."""
+        """The parameters by qualified name; a tied parameter is there under each of its names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     @cached_property
@@ -132,7 +133,7 @@ def _flat(items: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """Each module once, in a fixed order."""
+    """Return each module of a model once, in a fixed order."""
     found: list[nn.Module] = []
     waiting, seen = [model], {id(model)}
     while waiting:

@@ -1,4 +1,4 @@
-"""A batch split into micro-batches: equal parts of dim 0 of all tensors of a call."""
+"""Split a batch into micro-batches (equal parts along dim 0 of all tensors), and weigh their losses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Part = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a micro-batch."""
 
 Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
-"""Finds the program of a step for a micro-batch, and flattens the call."""
+"""Takes the arguments of a micro-batch; returns the program of a step for them, and the flattened call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A tensor of a batch that was already split when it was loaded: the rows of each micro-batch."""
+    """A tensor of a batch that was split when it was loaded; `parts` are the rows of each micro-batch."""
 
     parts: tuple[torch.Tensor, ...]
 
 
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
-    """The call of each micro-batch.
+    """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
 
     Raises:
         TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
@@ -64,7 +64,7 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The common size of dim 0 of all tensors of a call; None if they differ."""
+    """Return the common size of dim 0 of all tensors of a call; None if they differ."""
     sizes = _sizes(pytree.tree_leaves((tuple(args), dict(kwargs))))
     return next(iter(sizes)) if len(sizes) == 1 else None
 
@@ -93,9 +93,15 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 
 
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
-    """The program of all micro-batches, and their calls; each is looked up once.
+    """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
-    If micro-batches take different branches, the result is the program that takes the branches of the whole batch.
+    Branches that depend on values may differ between micro-batches. The result is then the program with the branches
+    of the whole batch.
+
+    Args:
+        sharded: the module.
+        parts: the arguments of each micro-batch.
+        find: finds the program for a micro-batch; called once for each.
 
     Raises:
         NotAvailableError: no part is known to take the branches of the batch.
@@ -120,7 +126,16 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
 
 
 def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
-    """The weight of each micro-batch in the loss; `NotAvailableError` if the loss is not a weighted sum over them."""
+    """Return the weight of each micro-batch's loss in the loss of the batch.
+
+    Args:
+        sharded: the module.
+        compiled: the program of a micro-batch.
+        parts: the arguments of each micro-batch.
+
+    Raises:
+        NotAvailableError: the loss is not a weighted sum over micro-batches.
+    """
     if len(parts) == 1:
         return [1.0]
     if compiled.weights is None:
@@ -129,17 +144,17 @@ def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequenc
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """The weighted loss of a micro-batch; zero, without a gradient, if its weight is zero."""
+    """Return the weighted loss of a micro-batch; zero, without a gradient, if its weight is zero."""
     return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
 
 def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss: the sum of the micro-batches' weighted losses, in order."""
+    """Return the loss of the batch: the sum of the micro-batches' weighted losses, in order."""
     return shares[0] if len(shares) == 1 else torch.stack(list(shares)).sum()
 
 
 def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
-    """Reads inputs of micro-batches, and buffers, as whole tensors."""
+    """Return a function that reads an input of a micro-batch, or a buffer of the model, as a whole tensor."""
     calls = [FlatCall.of(*part).tensors for part in parts]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:

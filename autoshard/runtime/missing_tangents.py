@@ -1,7 +1,10 @@
-"""A backward from some of several outputs. Outputs without a gradient contribute nothing, as on one device.
+"""Rewrite a backward so that outputs without a gradient contribute nothing, as on one device.
+
+A tangent is the gradient of an output. This pass removes the values that depend on missing tangents alone. Zero
+tangents in their place would be wrong, because zero times an infinite derivative is NaN.
 
 Before → after, without the tangent of `aux`: `add(mm(tangent_main, a), mm(tangent_aux, b))` →
-`add(mm(tangent_main, a), zeros)`. A zero tangent would not do, because zero times an infinite derivative is NaN.
+`add(mm(tangent_main, a), zeros)`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ _full = torch.ops.aten.full.default
 def without_tangents(
     root: fx.GraphModule, tangents: Collection[int], missing: Collection[int], device: torch.device
 ) -> fx.GraphModule:
-    """A backward that does not read some of its tangents, but has the same inputs.
+    """Return a copy of a backward that does not read the missing tangents, but has the same inputs.
 
     Args:
         root: a functional graph of local values that returns a flat tuple, linear in its tangents.

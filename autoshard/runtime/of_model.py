@@ -1,4 +1,4 @@
-"""A module with the members and attributes of a user's model."""
+"""`OfModel`: the base class of a module that has the members and attributes of a user's model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OfModel(nn.Module, ABC):
         """Within the context, parameters are plain whole tensors for the user's own code."""
 
     def _become(self, model: nn.Module) -> None:
-        """Share the members of `model`, now and when they change, and its attributes."""
+        """Share the members and attributes of `model`: a later change of either module shows in both."""
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
@@ -42,7 +42,7 @@ class OfModel(nn.Module, ABC):
         return _new_for, (kind, type(model)), self.__getstate__()
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse `torch.jit.script`, which calls this method."""
+        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
         refuse_capture(f"{type(self).__name__} (the compiled {type(self._original[0]).__qualname__})")
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class OfModel(nn.Module, ABC):
             return self._of_own_code(found) if isinstance(found, MethodType) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the module's own attributes on itself, and all others on the user's model."""
+        """Set the module's own attributes on itself, and all other attributes on the user's model."""
         if self._is_own(name):
             super().__setattr__(name, value)
         if "_original" in vars(self) and (name == "training" or not self._is_own(name)):
@@ -86,9 +86,10 @@ class OfModel(nn.Module, ABC):
 
 
 def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:
-    """A subclass of `kind` whose `forward` has the signature of the model's, which transformers' Trainer inspects.
+    """Return a subclass of `kind` whose `forward` has the signature of the model's `forward`.
 
-    `torch.compile` of the module, or of code that calls it, does not compile the call.
+    The Trainer of transformers inspects this signature. `torch.compile` of the module, or of code that calls the
+    module, does not compile the call.
     """
 
     @wraps(model_class.forward)

@@ -1,4 +1,4 @@
-"""Optimizers of a sharded module: their parameters, their state, their options."""
+"""Functions for torch optimizers of a sharded module: about their parameters, their state and their options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Let `optimizer`, made over a model's parameters, update the parameters that replaced them.
+    """Let an optimizer that was made before `compile` update the DTensors that replaced its parameters.
 
     Groups, their options and attached schedulers stay.
 
     Args:
-        optimizer: any torch optimizer.
+        optimizer: any torch optimizer over parameters of the model.
         parameters: the present parameters of the model.
 
     Raises:
@@ -44,13 +44,13 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
 
 
 def follow_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """Replace parameters from before `compile` by their successors in the groups of an optimizer."""
+    """In the groups of an optimizer, replace each parameter from before `compile` by the parameter that succeeds it."""
     for group in optimizer.param_groups:
         group["params"] = [successor_of(item) for item in group["params"]]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a step has changed a parameter's state since the optimizer was built."""
+    """Whether a step has changed a parameter's state since the optimizer was built; true for state without a count."""
     return float(state.get("step", 1)) > 0
 
 
@@ -79,7 +79,14 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) ->
 def lay_out_loaded_state(
     optimizer: torch.optim.Optimizer, lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Shard whole tensors of state as their parameters are; a plain `load_state_dict` leaves them whole."""
+    """Shard the whole tensors in an optimizer's state as their parameters are sharded.
+
+    A plain `load_state_dict` leaves state tensors whole.
+
+    Args:
+        optimizer: the optimizer, whose state is changed.
+        lay_out: `lay_out(tensor, parameter)` returns a whole tensor sharded as a parameter is.
+    """
     for held, state in optimizer.state.items():
         parameter = successor_of(held)
         if isinstance(parameter, DTensor):
@@ -89,9 +96,9 @@ def lay_out_loaded_state(
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
-    """The bytes of state that `optimizer` keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain SGD.
+    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain SGD.
 
-    If it has no state yet, a copy of it takes one step on a small parameter, with the options of its first group.
+    If the optimizer has no state yet, a copy of it takes one step on a small parameter, with the first group's options.
     """
     if optimizer.state:
         elements = sum(parameter.numel() for parameter in optimizer.state)
@@ -106,14 +113,15 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _held_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes of a parameter's state, without step counts."""
+    """Return the bytes of a parameter's state, without step counts."""
     return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The torch optimizer with a name such as "adamw" and default options, over `parameters` if there are any.
+    """Make the torch optimizer with a name such as "adamw", with default options.
 
-    "sgd_momentum" is SGD with a momentum of 0.9.
+    It is over `parameters`, or over one placeholder parameter if there are none. "sgd_momentum" is SGD with a momentum
+    of 0.9.
 
     Raises:
         TraceError: torch.optim has no optimizer of this name, or it refuses these parameters.
@@ -139,9 +147,10 @@ _SIDE = 64
 
 
 class HyperparameterText:
-    """The present options of each group of an optimizer, and its number of steps, as text for messages.
+    """Returns the present hyperparameters of an optimizer as text, which ranks compare and messages show.
 
-    The text of plain options is cached until an option changes.
+    The text has the options of each group, `max_grad_norm`, and the number of steps. The text of plain options is
+    cached until an option changes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
@@ -177,7 +186,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """An option as text; a tensor on an accelerator is not read, because that would wait for the device."""
+    """Return an option as text. A tensor on an accelerator is not read, because that would wait for the device."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.item()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

@@ -1,9 +1,10 @@
-"""The user's own code beside compiled programs, such as `sharded.generate`, while parameters are DTensors.
+"""Let the user's own code, such as `sharded.generate`, read parameters as whole tensors while they are DTensors.
 
-Such code mixes parameters with plain tensors, which DTensors refuse. So within `whole_parameters`, reading a parameter
-from its module gathers it: `self.weight` is a whole plain tensor. It is freed when the forward that reads it ends. FSDP
-gathers module by module in the same way; here it also works for weights that another module reads. Every rank runs the
-same code on the same tensors. Gradients flow back into the shards, and in-place changes reach the shards.
+The user's code mixes parameters with plain tensors, which DTensors refuse. So within `whole_parameters`, reading a
+parameter from its module gathers it: `self.weight` is a whole plain tensor. The whole tensor is freed when the forward
+that reads it ends. FSDP gathers module by module in the same way; here it also works for weights that another module
+reads. Every rank runs the same code on the same tensors. Gradients flow back into the shards, and in-place changes
+reach the shards.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
 
 
 def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module], None]:
-    """Let a module read whole parameters; return a function that ends this."""
+    """Let a module read whole parameters; return a function that gives the module its own parameters back."""
     held = module._parameters
     weights: Any = module._flat_weights if isinstance(module, nn.RNNBase) else None
     module._parameters = _Lending(held, lender)
@@ -69,7 +70,7 @@ def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module]
 
 
 class _Lending(dict[str, Any]):
-    """The parameters of a module: whole if read by name, sharded if all are listed."""
+    """The `_parameters` of a module. Reading one by name gives the whole tensor; listing all gives the DTensors."""
 
     def __init__(self, parameters: dict[str, Any], lender: _Lender) -> None:
         super().__init__(parameters)
@@ -80,7 +81,7 @@ class _Lending(dict[str, Any]):
 
 
 class _Lender:
-    """Lends whole values of parameters to the running forward, or to the method if no forward runs."""
+    """Gathers whole values of parameters, and keeps them for the running forward, or for the context if none runs."""
 
     def __init__(self, lay_out: LayOut) -> None:
         self._lay_out = lay_out
@@ -91,12 +92,12 @@ class _Lender:
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:
-        """End a scope and its loans."""
+        """End a scope: copy in-place changes of its whole tensors into the shards, and drop the whole tensors."""
         for full, parameter in self._scopes.pop().values():
             self._take_back(full, parameter)
 
     def lend(self, parameter: Any) -> Any:
-        """The whole of a DTensor, with its gradient if it is needed; return other values as they are."""
+        """Return the whole of a DTensor, through which gradients flow if they are enabled; other values as they are."""
         if not isinstance(parameter, DTensor):
             return parameter
         key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)
@@ -113,7 +114,7 @@ class _Lender:
 
     @torch.no_grad()
     def _take_back(self, full: torch.Tensor, parameter: DTensor) -> None:
-        """Copy changes of the whole tensor into the shard."""
+        """Copy in-place changes of the whole tensor into this rank's shard."""
         laid_out, local = self._lay_out(full, parameter), parameter.to_local()
         assert isinstance(laid_out, DTensor), "`lay_out` returns a DTensor for a DTensor"
         if not torch.equal(laid_out.to_local(), local):

@@ -1,4 +1,4 @@
-"""Parameters of a module tree: replaced, swapped or lent, with their qualified names and ties kept."""
+"""Replace, swap or lend the parameters of a module tree; their qualified names and ties stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, stand_for
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `replace(parameter)` under all of its names; None changes nothing."""
+    """Replace each parameter by `replace(parameter)` under all of its names.
+
+    If `replace` returns the parameter itself, it stays.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner, leaf, parameter in list(_places(model)):
         if parameter not in made:
@@ -28,7 +31,7 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace each parameter by `take(parameter)` for good, with its hooks, its attributes and `take(its gradient)`.
 
-    The old parameters forward to their successors, so that other holders of them, such as optimizers, keep working.
+    The old parameter objects forward to the new ones, so that other holders of them, such as optimizers, keep working.
     """
     before = [parameter for _, _, parameter in _places(model)]
     replace_parameters(model, take)
@@ -43,9 +46,9 @@ def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.
 
 
 def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give `parameter` the sharding and memory of `lay_out(parameter)`, and its gradient likewise.
+    """Give `parameter` the sharding and memory of `lay_out(parameter)`, and do the same for its gradient.
 
-    The object and its hooks stay, so that optimizers which hold it keep working.
+    The parameter object and its hooks stay, so that optimizers which hold it keep working.
     """
     grad, hooks = parameter.grad, _Hooks.of(parameter)
     _Hooks().put_on(parameter)
@@ -58,7 +61,7 @@ def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], to
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """The hooks of a parameter, in the dicts from which their handles remove them."""
+    """The hooks of a parameter, as the very dicts that the hooks' handles know, so that handles can remove hooks."""
 
     on_gradient: Any = None
     after_accumulation: Any = None
@@ -74,7 +77,7 @@ class _Hooks:
 
 @torch.no_grad()
 def memory_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of `tensor` in new memory on `device`; zeros if it is on the meta device."""
+    """Return a copy of `tensor` in new memory on `device`; zeros if it is on the meta device."""
     if tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     if tensor.device == device:  # `to` would initialise the device, which fails for fake CUDA tensors
@@ -93,7 +96,7 @@ def give_buffers_memory(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def gather_buffers(model: nn.Module) -> None:
-    """Replace each buffer that is a DTensor by its whole value: `spectral_norm` of a compiled layer makes DTensors."""
+    """Replace each buffer that is a DTensor by its whole value, for example a buffer of `spectral_norm`."""
     made: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if isinstance(buffer, DTensor):
@@ -117,19 +120,25 @@ def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tenso
 
 @contextmanager
 def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.Parameter]]:
-    """Within the context, parameters of `model` are outlines on the meta device; yield each outline's parameter."""
+    """Within the context, `model` has outlines (meta tensors of global shape) in place of its parameters.
+
+    Yield a dict from each outline to its parameter.
+    """
     own = [parameter for _, _, parameter in _places(model)]
     with lent_parameters(model, _outline):
         yield dict(zip((outline for _, _, outline in _places(model)), own, strict=True))
 
 
 def _outline(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device with the shape and dtype of the whole parameter."""
+    """Return a tensor on the meta device with the shape and dtype of the whole parameter."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor], bool]) -> None:
-    """Raise `TraceError` for parameters that would have to become DTensors: earlier optimizers do not hold them."""
+    """Raise `TraceError` if the model got new parameters that the engine did not take over when it was compiled.
+
+    They would have to become DTensors, and optimizers that exist already do not hold them.
+    """
     new = [name for name, parameter in model.named_parameters() if not has_adopted(parameter)]
     if new:
         raise TraceError(
@@ -146,7 +155,10 @@ def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Each place of a parameter: the module, the name, the parameter. Tied parameters have several places."""
+    """Yield the owning module, the name in it, and the parameter, for each name of each parameter.
+
+    A tied parameter has several names.
+    """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         yield model.get_submodule(path), leaf, parameter

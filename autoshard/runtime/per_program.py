@@ -1,4 +1,4 @@
-"""Values made once per program, and freed with the program."""
+"""`PerProgram`: a table of values that are made once per program, and freed with the program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 
 
 class PerProgram(Generic[Made]):
-    """Values of programs, kept while `KnownPrograms` or a caller keeps the program.
+    """A table from programs to values. An entry is dropped when no other object holds its program.
 
     A value must not refer to its program, or neither is ever freed. A copy of the table starts empty.
     """
@@ -21,11 +21,11 @@ class PerProgram(Generic[Made]):
         self._made: WeakKeyDictionary[Executable, Made] = WeakKeyDictionary()
 
     def get(self, executable: Executable) -> Made | None:
-        """The value of a program; None if there is none."""
+        """Return the value of a program; None if there is none."""
         return self._made.get(executable)
 
     def get_or_make(self, executable: Executable, make: Callable[[], Made]) -> Made:
-        """The value of a program; made now if there is none."""
+        """Return the value of a program; if there is none, make it now and keep it."""
         found = self._made.get(executable)
         if found is None:
             found = self._made[executable] = make()

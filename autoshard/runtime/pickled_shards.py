@@ -1,4 +1,4 @@
-"""The pickling of DTensors (`torch.save`) on ranks for which a model was compiled.
+"""Pickle DTensors (`torch.save`) of a compiled model only if this rank holds them whole.
 
 `if rank == 0: torch.save(model.state_dict(), path)` is a common habit, but torch writes only the shards of rank 0 into
 the file. Pickle cannot gather, because the other ranks do not pickle. So a tensor that this rank holds whole is written
@@ -28,7 +28,7 @@ from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stages.stage_meshes import Elsewhere
 
 _PROTOCOL = 2
-"""Torch pickles alike under every protocol from this one on."""
+"""The pickle protocol to pass to torch, which treats this protocol and all later ones alike."""
 
 _OURS: WeakSet[DeviceMesh] = WeakSet()
 """Meshes for which models were compiled."""
@@ -43,7 +43,11 @@ def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """Reduce a tensor for pickle; see `object.__reduce_ex__`."""
+    """Return the reduced form of a DTensor for pickle; see `object.__reduce_ex__`.
+
+    Raises:
+        NotAvailableError: this rank does not hold the tensor whole.
+    """
     is_copied = sys._getframe(1).f_code is copy.copy.__code__
     if is_copied or tensor.device_mesh not in _OURS:
         return _as_torch_does(tensor)

@@ -1,8 +1,8 @@
-"""The process groups of a mesh, by their names in lowered programs.
+"""Make the process groups that lowered programs name, and bind programs to a rank's groups.
 
 A lowered program names a group by its mesh axes and its purpose (`autoshard.ir.communicators`): "model", "data,model",
-or "data/gradients". `bind` copies such a graph for one rank, with the names of the rank's process groups and its
-coordinates. Torch's functional collectives can run the copy.
+or "data/gradients". `bind` copies a program's graph for one rank, with torch's names of the rank's process groups and
+with the rank's coordinates. Torch's functional collectives can run the copy.
 """
 
 from __future__ import annotations
@@ -45,11 +45,20 @@ class ProcessGroups:
     """The process groups along the axes of a torch `DeviceMesh`.
 
     Groups over several axes, and groups for a purpose, are made at first use. All ranks run the same program text, so
-    they make them in the same order. There are at most three for each set of axes. `rank` is this process's rank on
-    the mesh, and `on_cpu` says whether it runs on CPUs, where communication raises an error after `timeout_s`.
+    they make these groups in the same order. There are at most three groups for each set of axes.
 
-    Ranks of a pipeline's stages run programs of their own. They use the groups of `outer`, on the mesh of all ranks;
-    `prepare` makes those groups for all stages together.
+    The stages of a pipeline have different programs, whose ranks use the groups of `outer`, on the mesh of all ranks.
+    `outer.prepare` makes these groups for all stages together.
+
+    Args:
+        device_mesh: the mesh; this process is on it.
+        timeout_s: on CPUs, the seconds after which communication in a new group raises an error.
+        outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
+
+    Attributes:
+        mesh: the mesh as a `Mesh`.
+        rank: the rank of this process on the mesh.
+        on_cpu: whether the mesh runs on CPUs.
     """
 
     def __init__(
@@ -70,19 +79,23 @@ class ProcessGroups:
         return self.mesh.coordinates(self.rank)
 
     def name(self, group: str) -> str:
-        """Torch's name of this rank's process group, for a group of a lowered program."""
+        """Return torch's name of this rank's process group, for a group's name in a lowered program."""
         if group not in self._names:
             found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
             self._names[group] = found
         return self._names[group]
 
     def prepare(self, groups: Iterable[str]) -> None:
-        """Make groups now; all ranks must call with the same groups."""
+        """Make the named groups now; all ranks must call with the same names."""
         for group in sorted(set(groups)):
             self.name(group)
 
     def prepared(self, group: str) -> str:
-        """The name of a group that `prepare` has made."""
+        """Return torch's name of a group that `prepare` has made.
+
+        Raises:
+            NotAvailableError: it has not made the group.
+        """
         if group not in self._names and group not in self.mesh.axis_names:
             raise NotAvailableError(
                 f"A stage of the pipeline communicates along {group!r}, but this group was not made for all stages "
@@ -91,7 +104,12 @@ class ProcessGroups:
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """A group of ranks of the mesh, in the given order, with the backend of an axis. All ranks must call."""
+        """Make a process group of ranks of the mesh, in the given order. All ranks must call.
+
+        Args:
+            members: ranks on the mesh.
+            axis: the mesh axis whose backend (Gloo, NCCL) the group has.
+        """
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 
@@ -109,17 +127,20 @@ class ProcessGroups:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """A group in which `ranks` are numbered in the given order; torch below 2.13 can only number them by rank."""
+    """Make a group in which `ranks` are numbered in the given order; torch below 2.13 needs an ascending order."""
     if ranks == sorted(ranks):
         return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
 
 
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
-    """A copy of a lowered graph for this rank.
+    """Return a copy of a lowered graph for this rank.
 
-    Before → after: names of mesh axes → names of process groups; `axis_index("model")` and integer arithmetic on it →
-    numbers; reductions on CPUs → sums in the order of ranks (`reduce_in_rank_order`).
+    The copy names this rank's process groups. This rank's coordinates, and integer arithmetic on them, are numbers. On
+    CPUs, reductions add in the order of ranks (`reduce_in_rank_order`).
+
+    Before → after on rank 1 of "model": `all_gather(x, 4, "model")` → `all_gather(x, 4, "7")`, and
+    `axis_index("model") * 8` → `8`.
     """
     graph_module = reduce_in_rank_order(graph_module, groups.mesh, of_gloo=groups.on_cpu)
     graph = fx.Graph()
@@ -131,12 +152,12 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group along which a node of a lowered program communicates; None for other nodes."""
+    """Return the name of the group in which a node of a lowered program communicates; None for other nodes."""
     return str(node.kwargs.get("group_name", node.args[-1])) if node.target in _COLLECTIVES else None
 
 
 def reduce_in_place(graph_module: fx.GraphModule) -> None:
-    """Let all-reduces write over their buffers, in a graph that runs without a compiler."""
+    """Change a graph so that all-reduces write over their operands where that is safe (`reduces_in_place`)."""
     for node in graph_module.graph.nodes:
         if reduces_in_place(node):
             node.target = _FUNCTIONAL.all_reduce_.default
@@ -144,10 +165,11 @@ def reduce_in_place(graph_module: fx.GraphModule) -> None:
 
 
 def taking_from_a_list(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that takes one list of its inputs, in reverse order, and empties it.
+    """Return a copy of a graph that takes its inputs as one list, in reverse order, and empties the list.
 
-    Before → after: placeholders `a, b` → `a, b = values.pop(), values.pop()`. No other object then holds an input, so
-    the graph's code frees each input after its last use.
+    No other object then holds an input, so the graph's code frees each input after its last use.
+
+    Before → after: placeholders `a, b` → `a, b = values.pop(), values.pop()`.
     """
     graph = fx.Graph()
     values = graph.placeholder("values")
@@ -167,7 +189,7 @@ def _bind_node(
     coordinates: dict[str, int],
     groups: ProcessGroups,
 ) -> Any:
-    """The copy of a node, or its number on this rank."""
+    """Copy a node into `graph` and return the copy; for a coordinate or arithmetic on it, return this rank's number."""
     if node.target is axis_index:
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
@@ -182,7 +204,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """The arguments of a collective with torch's name of the group; `group_name` is the last argument."""
+    """Return the arguments of a collective with torch's name of its group, which is the last argument."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

@@ -1,7 +1,8 @@
-"""Forwards and backwards of a program's micro-batches, stage by stage.
+"""`ProgramRun` runs the forwards and backwards of a program's micro-batches, stage by stage.
 
 A program without stages is a pipeline of one stage, and sends no messages. If one process simulates all ranks, it runs
-all stages; with processes, each runs the stages of its rank. `StageMessages` carries values between stages.
+all stages. With processes, each process runs the stages of its pipeline rank. `StageMessages` carries values between
+stages.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from autoshard.runtime.stages.crossing_table import CrossingTable
 from autoshard.runtime.stages.stage_messages import StageMessages
 
 Inputs = Callable[[int], dict[int, Sequence[torch.Tensor]]]
-"""The tensors of a micro-batch's call, and the model's tensors, by stage; see `Executable.by_stage`."""
+"""Takes the number of a micro-batch; returns the input tensors of each stage, by the stage's number.
+
+They are the tensors of the call and of the model; see `Executable.by_stage`.
+"""
 
 Take = Callable[[Executable, Sequence[LocalValue], int], None]
-"""Takes the local outputs of a stage's program for a micro-batch."""
+"""Called with a stage's program, the local outputs of its forward, and the number of the micro-batch."""
 
 
 @dataclass(slots=True)
@@ -34,12 +38,12 @@ class StageRun:
     Args:
         number: the stage's position in the pipeline.
         program: the stage's program.
-        held: values computed once for all micro-batches.
-        saved: values that forwards save for backwards, by micro-batch.
-        kept: values that first halves of backwards save for second halves, by micro-batch.
-        ahead: gradients of micro-batches whose backward ran together with their forward.
-        carried: the sums of gradients so far.
-        owned: which sums may be written over; None: all.
+        held: local values computed once for all micro-batches; None before the first micro-batch.
+        saved: local values that a forward saves for its backward, by micro-batch.
+        kept: local values that the first half of a split backward saves for the second half, by micro-batch.
+        ahead: gradients of each micro-batch whose backward ran together with its forward in one CUDA graph.
+        carried: the sums of gradients so far; None before the first backward.
+        owned: for each sum, whether it may be written over; None: all may be.
     """
 
     number: int
@@ -52,7 +56,11 @@ class StageRun:
     owned: Sequence[bool] | None = None
 
     def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Run a backward, add its gradients to the sums, and return the gradients that it sends; empties `values`."""
+        """Run a backward, add its gradients to the sums, and return the gradients for other stages.
+
+        Args:
+            values: the values saved by the forward, then the local tangents; emptied.
+        """
         if self.carried is None or not self.program.adds_in_backward:
             sent, gradients = self.program.run_backward_on(values)
             self.add(gradients, self.program.owned_gradients)
@@ -62,7 +70,11 @@ class StageRun:
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
-        """Run the second half of a backward, and add its gradients to the sums; empties `values`."""
+        """Run the second half of a split backward, and add its gradients to the sums.
+
+        Args:
+            values: the values that the first half saved; emptied.
+        """
         if self.carried is None or not self.program.adds_in_backward:
             self.add(*self.program.run_second_half(values))
         else:
@@ -70,13 +82,13 @@ class StageRun:
             self.carried = self.program.run_adding_half(values)
 
     def _take_sums(self) -> list[LocalValue]:
-        """Return the sums without keeping them, so that they can be freed."""
+        """Return the sums of gradients, and drop this object's references, so that each sum can be freed."""
         sums, self.carried, self.owned = self.carried, None, None
         assert sums is not None, "a micro-batch's gradients are summed"
         return sums
 
     def add(self, carried: list[LocalValue], owned: Sequence[bool]) -> None:
-        """Add a micro-batch's gradients; `owned`: which gradients may be written over."""
+        """Add a micro-batch's gradients to the sums; `owned`: for each gradient, whether it may be written over."""
         if self.carried is None:
             self.carried, self.owned = carried, owned
             return
@@ -86,14 +98,14 @@ class StageRun:
 
 @dataclass(slots=True)
 class ProgramRun:
-    """Runs the tasks of a call; implements `TaskRunner`.
+    """Runs the tasks of a call (forwards, backwards, receives); implements `TaskRunner`.
 
     Args:
         table: the values that stages send each other.
-        stages: the stages that run here, by number.
-        messages: the messages between stages.
-        inputs: returns the inputs of a micro-batch; called once for each.
-        weights: the weight of each micro-batch in the loss.
+        stages: the stages that run in this process, by number.
+        messages: sends the values.
+        inputs: returns the inputs of a micro-batch; called once for each micro-batch.
+        weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
         take: called with the outputs of each forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
@@ -108,24 +120,27 @@ class ProgramRun:
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Get the first inputs, which completes the agreement of ranks on the call, and begin to exchange messages."""
+        """Get the inputs of the first micro-batch, and begin to exchange messages.
+
+        Getting the inputs waits until ranks have agreed on the call.
+        """
         self._inputs_left[0] = self.inputs(0)
         self.messages.begin(self.table, self.weights)
 
     def end(self) -> None:
-        """Wait until all messages are sent; free all values but gradients."""
+        """Wait until all messages are sent, and free the values that were computed once for all micro-batches."""
         self.messages.end()
         for stage in self.stages.values():
             stage.held = None
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether the values that a task reads have arrived; a method of `TaskRunner`."""
+        """Whether a task can run now, possibly after waiting for other processes; a method of `TaskRunner`."""
         if task.work.is_transfer or task.work is Work.BACKWARD_WEIGHT or self._is_skipped(task):
             return True
         return self.messages.has_all(task.stage, task.micro_batch, is_forward=task.work is Work.FORWARD)
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward, a backward or half of one, or expect a message; a method of `TaskRunner`."""
+        """Run a forward, a backward or half a backward, or begin to receive a message; a method of `TaskRunner`."""
         match task.work:
             case Work.FORWARD:
                 self._run_forward(self.stages[task.stage], task.micro_batch)
@@ -142,7 +157,7 @@ class ProgramRun:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
-        """Whether the micro-batch has weight zero, so that its gradient may be zero over zero."""
+        """Whether a task is left out: a backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
         return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
@@ -161,7 +176,10 @@ class ProgramRun:
         self.take(program, results, micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """A stage's inputs. The first stage to read inputs gets them for all stages, so micro-batches draw in order."""
+        """Return a stage's inputs of a micro-batch.
+
+        The first stage that asks gets the inputs of all stages, so that micro-batches draw random numbers in order.
+        """
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -172,7 +190,10 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Outputs and gradients, copied because a graph's results are valid until its next call."""
+        """Run forward and backward as a CUDA graph; return the outputs and the gradients.
+
+        They are copied if needed, because a graph's results are valid until its next call.
+        """
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -193,11 +214,14 @@ class ProgramRun:
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
-        """The gradients that a backward takes."""
+        """Return the local gradients of outputs that a backward takes, in the order of `Executable.tangents`."""
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """A later stage's gradient; the micro-batch's weight for the loss; zero for other outputs."""
+        """Return the local gradient of one output: from a later stage, or else made here.
+
+        The gradient of the loss is the micro-batch's weight; the gradients of other outputs are zero.
+        """
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

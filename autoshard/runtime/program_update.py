@@ -1,8 +1,8 @@
-"""The update of a program, split in two if a pipeline stage needs the norm of all stages' gradients.
+"""Run the update of a program, in two graphs if a pipeline stage needs the norm of all stages' gradients.
 
-Before → after: one graph `gradients → squares; gradients, squares of all stages → parameters, state` → two graphs. The
-first computes the stage's own sum of squares. The second does the rest, and takes values from the first. A program
-without stages computes its norm itself, and its update is one graph.
+To clip gradients, each stage needs the sum of squares over all stages. The first graph computes the stage's own sum of
+squares. The sums are added over stages. The second graph takes the total, and values from the first graph, and computes
+the new parameters and state. A program without stages computes its norm itself, and its update is one graph.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ProgramUpdate:
     """The update of one program.
 
     Args:
-        graph_module: takes the gradients of all micro-batches, then `reads`; returns `writes`.
-        gradients: the number of these gradients.
-        reads: parameters, optimizer state and options.
-        writes: updated parameters and state; for a stage that clips, also the sum of its squares.
+        graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
+        gradients: the number of gradients.
+        reads: slots of parameters, optimizer state and options.
+        writes: slots of updated parameters and state; for a stage that clips, also of its sum of squares.
         engine: the engine that runs the update.
     """
 
@@ -45,10 +45,12 @@ class ProgramUpdate:
     def run_squares(
         self, carried: Sequence[LocalValue], held: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
-        """The sum of the squares of a stage's gradients, a scalar, and values to pass to `run`.
+        """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
+
+        Return the sum, a scalar, or None, and local values to pass to `run` as `kept`.
 
         Args:
-            carried: the gradients of all micro-batches.
+            carried: the gradients, summed over micro-batches.
             held: parameters, optimizer state and options, in the order of `reads`.
         """
         if self._first is None or self._squares is None:
@@ -72,7 +74,7 @@ class ProgramUpdate:
             carried: see `run_squares`; emptied.
             held: see `run_squares`.
             kept: values from `run_squares`.
-            squares: the sum over all stages, if they clip.
+            squares: the sum of squares over all stages; None if stages do not clip.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
@@ -87,7 +89,7 @@ class ProgramUpdate:
 
     @cached_property
     def _squares(self) -> int | None:
-        """The position of the sum of squares among the results."""
+        """The position of the sum of squares among the results; None if the update does not return it."""
         kinds = [slot.slot.kind for slot in self.writes]
         return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
 
@@ -107,7 +109,7 @@ class ProgramUpdate:
 
     @cached_property
     def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
-        """Both graphs, and the number of values that the second takes from the first."""
+        """The first graph (or None), the second graph, and the number of values that it takes from the first."""
         if self._squares is None:
             return None, self.graph_module, 0
         return cut_graph(self.graph_module, (self._squares,))

@@ -1,12 +1,14 @@
-"""Reductions that add in the order of ranks: for Gloo, and for gradients sent in 16 bits.
+"""Rewrite reductions to add in the order of ranks: for Gloo, and for gradients sent in 16 bits.
 
-Gloo's reduce-scatter is an all-reduce whose result is sliced, so it sends twice the necessary bytes. An all-to-all and
-a local sum send half of that. Gloo's all-reduce starts the sum of each chunk of its ring at another rank. With three
-ranks or more, the bits of an element then depend on its position in the tensor, and so on its bucket. An all-to-all, a
-sum and an all-gather send as many bytes. They sum each element in the order of ranks, narrow dtypes in float32. The
-result has the simulator's bits. With two ranks there is only one order, so the all-reduce stays.
+Reduce-scatter: Gloo's is an all-reduce whose result is sliced, so it sends twice the necessary bytes. The rewritten one
+is an all-to-all and a local sum, and sends half of that.
 
-Other backends round each partial sum to the type on the wire. So gradients that the user sends in 16 bits
+All-reduce: Gloo's starts the sum of each chunk of its ring at another rank. With three ranks or more, the bits of an
+element then depend on its position in the tensor, and so on its bucket. The rewritten one is an all-to-all, a local sum
+and an all-gather, and sends as many bytes. It sums each element in the order of ranks, narrow dtypes in float32, so its
+result has the simulator's bits. With two ranks there is only one order, and the all-reduce stays.
+
+Other backends round each partial sum to the dtype that they send. So gradients that the user sends in 16 bits
 (`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends.
 """
 
@@ -28,11 +30,14 @@ _c10d = torch.ops._c10d_functional
 _ORDERLESS = (Reduction.MAX, Reduction.MIN)
 
 SMALL_BYTES = 2**12
-"""An all-reduce of at most this many bytes gathers all addends: one message per pair of ranks instead of two."""
+"""An all-reduce of at most this many bytes gathers all addends and sums them locally.
+
+Each pair of ranks then exchanges one message instead of two.
+"""
 
 
 def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: bool = True) -> fx.GraphModule:
-    """A copy of a lowered graph whose floating-point reductions add in the order of ranks.
+    """Return a copy of a lowered graph whose reductions add in the order of ranks.
 
     Before → after, with any nodes between a start and its wait:
 
@@ -50,7 +55,11 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
 
 
 class _Rewriter:
-    """Copies a graph node by node. `midway` holds nodes to issue after a node, `finish` the replacements of waits."""
+    """Copies a graph node by node, and rewrites reductions on the way.
+
+    `_midway` has, by node of the old graph, functions that add nodes after the node's copy. `_finish` has, by the old
+    wait of a rewritten reduction, a function that adds the node which replaces the wait.
+    """
 
     def __init__(self, mesh: Mesh, old: fx.Graph, of_gloo: bool) -> None:
         self._mesh = mesh
@@ -63,7 +72,7 @@ class _Rewriter:
         self._midway: dict[fx.Node, list[Callable[[], None]]] = {}
 
     def rewritten(self) -> fx.Graph:
-        """The new graph."""
+        """Copy all nodes, and return the new graph."""
         for node in self._nodes:
             self._copies[node] = self._copy(node)
             for issue in self._midway.get(node, ()):
@@ -147,7 +156,7 @@ def _shape_of(value: Tensor) -> torch.Size:
 
 
 def _shape_of_piece(value: Tensor, size: int) -> torch.Size:
-    """The shape of one of `size` pieces along dim 0."""
+    """Return the shape of one of `size` pieces of a tensor along dim 0."""
     return torch.Size((value.shape[0] // size, *value.shape[1:]))
 
 
@@ -156,14 +165,14 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _rows(value: Tensor, size: int) -> Tensor:
-    """The elements of `value` in `size` rows; zeros fill up the last row."""
+    """Return the elements of `value` in `size` rows of equal length; zeros fill up the last row."""
     flat = value.reshape(-1)
     missing = -flat.numel() % size
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
 
 
 def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -> Tensor:
-    """The reduction of `size` pieces, in rank order."""
+    """Reduce the `size` pieces of `received`, one from each rank, in rank order; return the result with `shape`."""
     pieces = received.view(size, -1).unbind(0)
     if reduction == "avg":
         return (combine(Reduction.SUM, pieces) / size).view(shape)
@@ -171,6 +180,6 @@ def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -
 
 
 def _joined(gathered: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor of shape `shape` from the first elements of `gathered`."""
+    """Return the tensor of shape `shape` that has the first elements of `gathered`; the rest is padding."""
     count = shape.numel()
     return (gathered if gathered.numel() == count else gathered[:count].contiguous()).view(shape)

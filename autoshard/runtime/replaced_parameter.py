@@ -1,4 +1,4 @@
-"""Parameters that a DTensor replaced: objects that optimizers and users hold from before `compile`.
+"""Parameter objects from before `compile`, which optimizers and users still hold, forward to the DTensors in use now.
 
 A plain `nn.Parameter` cannot become a DTensor, because Python's layouts of the two classes differ and
 `torch.utils.swap_tensors` refuses them. So the old object forwards to its successor: torch's functions, and attributes
@@ -18,7 +18,7 @@ from autoshard.errors import TraceError
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `compile`; every torch function that gets it acts on its successor."""
+    """A parameter from before `compile`. A torch function that gets it acts on its successor, a DTensor."""
 
     _successor: torch.Tensor
 
@@ -47,5 +47,5 @@ def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
 
 
 def successor_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter that replaced `tensor`, or `tensor` itself."""
+    """Return the parameter that replaced `tensor`, or `tensor` itself if it was not replaced."""
     return vars(tensor)["_successor"] if isinstance(tensor, ReplacedParameter) else tensor

@@ -1,4 +1,4 @@
-"""The effects of a call: its outputs, nested as in the model, updated buffers, and attributes of modules."""
+"""Give the results of a program to the user: nest outputs as the model does, and write buffers and attributes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from autoshard.runtime.executable import Executable
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of calls of the user's `model`."""
+    """Writes the results of calls into the user's `model`, and returns its outputs."""
 
     model: nn.Module
 
     def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
-        """Write buffers and attributes that the call sets, and nest the outputs as the model does."""
+        """Write the buffers and attributes that a call sets; return its outputs, nested as in the model's own call.
+
+        Args:
+            executable: the program that ran.
+            outputs: its results, in the order of `Executable.outputs`.
+        """
         program = executable.phased.lowered.traced
         executable.set_attributes()
         leaves = dict(program.output_constants)
@@ -37,11 +42,11 @@ class Results:
         return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
 
     def keep(self, path: str, value: torch.Tensor) -> None:
-        """Store a tensor in an attribute of a module, as the model's own call does."""
+        """Set the attribute at `path`, such as "layers.0.last", to a tensor, as the model's own call does."""
         owner, _, name = path.rpartition(".")
         setattr(self.model.get_submodule(owner), name, value)
 
     @torch.no_grad()
     def update_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Copy the value that a call computed into a buffer."""
+        """Copy the value that a call computed into the buffer with this qualified name."""
         self.model.get_buffer(name).copy_(value)

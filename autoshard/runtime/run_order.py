@@ -1,4 +1,4 @@
-"""Runs the tasks of an order, slot by slot; pipeline ranks that share a process take turns."""
+"""`run_order` runs the tasks of pipeline ranks in their order; pipeline ranks that share a process take turns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class TaskRunner(Protocol):
     """Runs one task of a step at a time."""
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether the values that a task reads are there, or come from another process."""
+        """Whether a task can run now: the values that it reads are there, or come from another process."""
         ...
 
     def run_task(self, task: StageTask) -> None:
-        """Run a task."""
+        """Run a task; wait for values from other processes."""
         ...
 
 
@@ -35,7 +35,10 @@ def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) ->
 
 
 def _run_next(slots: list[Slot], runner: TaskRunner) -> bool:
-    """Run a rank's next slot; return False if a value that it reads is missing."""
+    """Run the tasks of a rank's next slot, and remove it from `slots`, whose last slot is the next.
+
+    Return False, without running a task, if a value that a task reads is missing.
+    """
     if not all(map(runner.can_run, slots[-1])):
         return False
     for task in slots.pop():

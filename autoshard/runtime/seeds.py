@@ -1,4 +1,4 @@
-"""Seeds of random operators: equal on every rank without communication, and for every mesh."""
+"""`SeedSequence`: the seeds of random operators, equal on all ranks without communication, and for every mesh."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SIGN = 1 << 63
 _CPU = torch.device("cpu")
 
 _STRIDE = 4096
-"""Numbers by which a call that draws advances torch's generator; 20 us.
+"""A call that draws advances torch's generator by this many numbers, which takes 20 us.
 
-A user who draws fewer numbers than this after a seed never reaches the state in which a call left the generator.
+A user who draws fewer numbers after a seed never reaches a state in which a call left the generator.
 """
 
 _KNOWN = 4096
@@ -23,14 +23,17 @@ _KNOWN = 4096
 
 
 class SeedSequence:
-    """One seed per call that draws, and per micro-batch, from torch's initial seed and the number of earlier draws.
+    """A sequence of seeds: one seed for each call, or micro-batch, that draws random numbers.
 
-    A call that draws advances torch's generator, and moving the generator back moves the sequence back, as on one
-    device. Setting a seed (even the same seed), leaving `torch.random.fork_rng` and setting a state move it back. Draws
-    in the user's own code do not move the sequence, so ranks may draw different numbers there.
+    A seed is computed from torch's initial seed (`base`) and the number of earlier draws (`count`), which are the place
+    in the sequence.
 
-    Ranks must set equal seeds; they compare them when they compile and when the sequence moves.
-    After `load`, the sequence continues from the saved state, independent of torch's seed.
+    A call that draws advances torch's CPU generator. If the user moves the generator back, the sequence moves back too,
+    as on one device. Setting a seed (even the same seed), leaving `torch.random.fork_rng` and setting a state move the
+    generator back. Draws in the user's own code do not move the sequence, so ranks may draw different numbers there.
+
+    Ranks must set equal seeds. They compare seeds when they compile, and when the user has moved the sequence. After
+    `load`, the sequence continues from the saved state, independent of torch's seed.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,7 @@ class SeedSequence:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether torch's generator was moved to a state that belongs to another place in the sequence."""
+        """Whether the user moved torch's generator to a state that belongs to another place in the sequence."""
         return self._find() != (self.base, self.count)
 
     def renew(self) -> None:
@@ -53,34 +56,34 @@ class SeedSequence:
         self.base, self.count = self._find()
 
     def restart(self, count: int = 0) -> None:
-        """Continue after `count` calls from torch's present seed."""
+        """Continue the sequence of torch's present seed after `count` draws."""
         self.base, self.count, self._is_loaded = torch.initial_seed(), count, False
         self._leave()
 
     def state(self) -> torch.Tensor:
-        """The sequence and the number of calls so far: int64[2]."""
+        """Return the place in the sequence, to save: the base and the number of draws, int64[2]."""
         base, count = self._find()
         return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
-        """Continue from a `state`."""
+        """Continue from a result of `state`."""
         base, count = state.tolist()
         self.base, self.count, self._is_loaded = base & _MASK, count, True
         self._left = Mark.now()
         self._known = {}
 
     def describe(self) -> str:
-        """The place of the next call in the sequence, for messages: `0, from which 4 calls have drawn`."""
+        """Return the place of the next call in the sequence as text, such as `0, from which 4 calls have drawn`."""
         base, count = self._find()
         return f"{base}{f', from which {count} calls have drawn' if count else ''}"
 
     def peek(self, device: torch.device = _CPU) -> torch.Tensor:
-        """The next seed, without drawing it: a 0-dim int64 tensor, which a device gets as a kernel argument."""
+        """Return the next seed without drawing it, as a 0-dim int64 tensor on `device`."""
         seed = _mix(self.base + (self.count + 1) * _GOLDEN) >> 1
         return torch.full((), seed, dtype=torch.int64, device=device)
 
     def draw(self) -> torch.Tensor:
-        """Draw the next seed; torch's generator advances."""
+        """Draw the next seed, a 0-dim int64 tensor on the CPU; torch's generator advances."""
         seed = self.peek()
         self._leave()
         torch.empty(_STRIDE, dtype=torch.int32, device=_CPU).random_()
@@ -98,12 +101,12 @@ class SeedSequence:
             del self._known[next(iter(self._known))]
 
     def _find(self) -> tuple[int, int]:
-        """Base and count for the present state of torch's generator.
+        """Return the base and count that belong to the present state of torch's generator.
 
-        1. In a remembered state, the sequence has the place it had then.
+        1. In a remembered state, the sequence has the place that it had then.
         2. After a new seed, the sequence begins.
-        3. In a state after the last one, the place is unchanged: other code drew.
-        4. In any other state, the sequence has the place of the nearest earlier state; without one, it begins.
+        3. In a state after the last remembered state, the place is unchanged, because only other code drew.
+        4. In any other state, the place is that of the nearest earlier remembered state, or the beginning.
         """
         now = Mark.now()
         if now == self._left or self._goes_on_loaded(now):
@@ -118,7 +121,10 @@ class SeedSequence:
         return (now.seed, 0) if last is None else self._known[last]
 
     def _goes_on_loaded(self, now: Mark) -> bool:
-        """Whether no seed was set since `load`; torch's own state may be loaded after it."""
+        """Whether the sequence continues from a loaded state, because no seed was set since `load`.
+
+        The user may load torch's own random state after that.
+        """
         return self._is_loaded and now.seed in (self._left.seed, self.base) and not now.is_fresh
 
 
@@ -129,7 +135,10 @@ def _loaded(state: torch.Tensor) -> SeedSequence:
 
 
 def seed_of_weights(seed: int) -> int:
-    """The seed for initialisers, which differs from the seeds of all calls; fits in an int64."""
+    """Return the seed for initialisers of weights from a user's seed. It is unrelated to the seeds of calls.
+
+    It fits in an int64.
+    """
     return _mix(_mix(seed ^ _WEIGHTS)) >> 1
 
 
@@ -138,7 +147,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014, figure 18): neighbours become unrelated."""
+    """Mix the bits of a 64-bit number, by SplitMix64's output function (Steele, Lea, Flood 2014, figure 18).
+
+    Neighbouring numbers give unrelated results.
+    """
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""The module that `compile` returns.
+"""`ShardedModule`, the module that `compile` returns.
 
 A `ShardedModule` is an ordinary `nn.Module` with the submodules, parameters and buffers of the user's model, under the
 same names. A call runs a compiled program for the whole mesh. Each new kind of call (input shapes, training or
@@ -56,15 +56,15 @@ from autoshard.runtime.weights.model_weights import Weights
 _LOGGER = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 32
-"""The default number of programs that a module caches: a few lengths, in training and in evaluation."""
+"""The default number of programs that a module caches. It serves a few lengths, in training and in evaluation."""
 
 
 class ShardedModule(OfModel, HasWeights):
-    """A model that runs on all ranks of a mesh. `autoshard.compile` makes it; see the module's docstring.
+    """A model that runs on all ranks of a mesh. `autoshard.compile` makes it; see the file's docstring.
 
-    Other attributes are read from and set on the user's model (`sharded.config`). A method of the user's model
-    (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all ranks run that
-    code, and parameters are gathered while it reads them.
+    An attribute that this module lacks, such as `sharded.config`, is read from and set on the user's model. A method of
+    the user's model (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all
+    ranks run that code, and parameters are gathered while it reads them.
     """
 
     @in_normal_mode
@@ -100,7 +100,7 @@ class ShardedModule(OfModel, HasWeights):
         self._become(model)
 
     def members(self) -> Members:
-        """The present modules, parameters and buffers of the model."""
+        """Return the present modules, parameters and buffers of the model."""
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
@@ -159,7 +159,7 @@ class ShardedModule(OfModel, HasWeights):
         return whole_parameters(self._original[0], self._engine.lay_out_like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """A copy with its own model, which runs the same programs on the same ranks."""
+        """Return a copy with its own model, which runs the same programs on the same ranks."""
         memo[id(self.compiler)] = self.compiler
         memo[id(self._known)] = self._known.for_a_copy()
         if self._last is not None:
@@ -169,7 +169,7 @@ class ShardedModule(OfModel, HasWeights):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without programs, which are compiled after the module is loaded."""
+        """Return the state to pickle, without programs, which are compiled again after the module is loaded."""
         return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -178,7 +178,7 @@ class ShardedModule(OfModel, HasWeights):
             write_seeds(destination, prefix, self.seeds)
 
     def get_extra_state(self) -> Any:
-        """The extra state of `nn.Module`, which `torch.distributed.checkpoint.state_dict` broadcasts."""
+        """Return the extra state of `nn.Module`, which `torch.distributed.checkpoint.state_dict` broadcasts."""
         return extra_state_of(self)
 
     @in_normal_mode
@@ -215,7 +215,7 @@ class ShardedModule(OfModel, HasWeights):
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> ProgramCall:
-        """A call of a program that drew `seed`, in the form that autograd saves."""
+        """Return a call of a program in the form that autograd saves; `seed` is the seed that the call drew."""
 
         state, training = executable.state, self.training
 
@@ -235,13 +235,13 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program for a call whose inputs are padded to one of a few lengths, and the padded call."""
+        """Find the program for a call, with inputs padded to one of a few lengths; return it and the padded call."""
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
 
     def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
-        """The key of the padded calls that share one proof."""
+        """Return the key of the padded calls that share one proof; see `Lengths`."""
         plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
@@ -266,14 +266,17 @@ class ShardedModule(OfModel, HasWeights):
     def find_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program of a whole training step, compiled if it is new. `runs`: ranks compare its inputs."""
+        """Find the program of a whole training step, or compile it; return it and the flattened (padded) call.
+
+        `runs`: the program will run, so ranks compare its inputs.
+        """
         with torch.enable_grad():
             return self._find_padded(FlatCall.of(args, kwargs, Outputs.LOSS), members, update, runs=runs)
 
     def _find(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program for a call, compiled if it is new, and the call as the program flattens it.
+        """Find the program for a call, or compile it; return it and the call as the program flattens it.
 
         Without a proof that padding changes no result, the returned call is the call without padding.
         """
@@ -302,7 +305,7 @@ class ShardedModule(OfModel, HasWeights):
         return executable, call
 
     def _prove(self, call: FlatCall, grad: bool) -> PaddingProof | None:
-        """The proof for a padded call; None for any other call."""
+        """Search for the proof for a padded call; return None for a call without padding."""
         if self._lengths is None or call.exact is None:
             return None
         with self._requesting(call, grad) as request:
@@ -311,7 +314,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find_with_all_tangents(
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> Executable:
-        """The program for a call in which each output has a tangent; the call drew `seed`."""
+        """Find or compile the program for a call in which each output has a tangent; the call drew `seed`."""
         key = key_of(call, self.members(), grad=True, all_tangents=True, derivatives=derivatives)
         self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
@@ -340,7 +343,7 @@ class ShardedModule(OfModel, HasWeights):
         return self.compiler.guards_hold(program, inputs, state)
 
     def _state(self, slot: InputSlot, seed: torch.Tensor | None) -> torch.Tensor:
-        """A value that a guard reads besides the inputs; `seed` as for `_compile`."""
+        """Return a parameter, buffer or seed that a guard reads; `seed` as for `_compile`."""
         match slot.kind:
             case InputKind.PARAMETER:
                 return self.get_parameter(slot.name)
@@ -362,7 +365,7 @@ class ShardedModule(OfModel, HasWeights):
     ) -> Executable:
         """Compile the program for a call. `seed` is the call's seed, or None before it draws.
 
-        If a change of the model makes no difference, the result is a known program, which then serves one more state.
+        If a change of the model's Python values gives a known program again, return it; it now serves these values too.
         """
         refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)
@@ -400,7 +403,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @contextmanager
     def _requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
-        """The request for the program of a call; within the context, parameters are outlines."""
+        """Yield the request for the program of a call. Within the context, the model's parameters are meta tensors."""
         model = self._original[0]
         args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])
         with outlined_parameters(model) as own:
@@ -430,14 +433,14 @@ class ShardedModule(OfModel, HasWeights):
         return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
-        """An example input for tracing: a separate tensor, so that tracing does not touch the user's tensor."""
+        """Return an example input for tracing: a separate tensor, so that tracing does not touch the user's tensor."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         example = self._engine.global_copy(leaf).detach()
         return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """Shard parameters as the first program that has them says, and remember the specs of optimizer state."""
+        """Shard each parameter by the first program that has it; remember these specs, and those of optimizer state."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:
@@ -448,7 +451,7 @@ class ShardedModule(OfModel, HasWeights):
             self.model_weights.place(self._placed)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
-        """The program's inputs, in order, after the ranks have agreed on the call."""
+        """Wait until ranks have agreed on the call; return the program's inputs, in the order of `input_names`."""
         assert self._members is not None, "the call's program is found"
         given, parameters = call.tensors, self._members.parameters
         check_devices(given, self._engine.device, executable.traced_devices)
@@ -471,7 +474,7 @@ class ShardedModule(OfModel, HasWeights):
         return buffer.detach().clone() if copied else buffer
 
     def _next_seed(self) -> torch.Tensor:
-        """The seed that the call draws if its program takes one."""
+        """Return the seed that the call draws if its program takes one."""
         self._renew_seeds()
         return self.seeds.peek(self._engine.device)
 
@@ -483,6 +486,6 @@ class ShardedModule(OfModel, HasWeights):
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The seed that a call drew; None if its program draws none."""
+    """Return the seed among a call's inputs; None if its program takes none."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)

@@ -1,4 +1,4 @@
-"""Signatures of calls: calls with equal signatures can run the same program."""
+"""Keys of calls: calls with equal keys can run the same program."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from autoshard.runtime.members import Members
 
 @dataclass(frozen=True, slots=True)
 class FlatCall:
-    """The arguments of a call as flat leaves, with keyword arguments in the order of their names.
+    """The arguments of a call, flattened by torch's pytree, with keyword arguments in the order of their names.
 
     Args:
         leaves: the leaves.
-        tree: their nesting.
-        outputs: the form of the returned outputs.
-        as_compiled: the program is traced as compiled code.
-        exact: the call before padding, if inputs are padded.
+        tree: the nesting of the leaves.
+        outputs: the form of the returned outputs: sharded, whole, or the loss alone.
+        as_compiled: the program is traced with `torch.compiler.is_compiling()` true.
+        exact: the call before padding, if inputs are padded; else None.
     """
 
     leaves: tuple[Any, ...]
@@ -38,7 +38,7 @@ class FlatCall:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Outputs = Outputs.AS_PLANNED) -> FlatCall:
-        """Flatten `(args, kwargs)`."""
+        """Flatten the arguments of a call."""
         leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
         return cls(tuple(leaves), tree, outputs)
 
@@ -48,12 +48,12 @@ class FlatCall:
         return {f"input:{i}": leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     def flattened_again(self) -> FlatCall:
-        """The same call, flattened with the types that pytree knows now."""
+        """Return the same call, flattened with the types that are registered with pytree now."""
         flattened = FlatCall.of(*self.assemble(self.leaves), self.outputs)
         return replace(flattened, as_compiled=self.as_compiled, exact=self.exact)
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` with other leaves."""
+        """Return `(args, kwargs)` with `leaves` in place of the call's own leaves."""
         return pytree.tree_unflatten(list(leaves), self.tree)
 
 
@@ -66,7 +66,7 @@ def key_of(
     all_tangents: bool = False,
     derivatives: Derivatives = (),
 ) -> Hashable:
-    """A key of all that a program depends on, except the values of tensors and the model's Python state.
+    """Return a key of everything that a program depends on, except tensors' values and the model's Python values.
 
     The key covers shapes, dtypes, other leaves of the call, modes, and the model's parameters and buffers: their names,
     dtypes, ties, and which are frozen.
@@ -95,7 +95,7 @@ def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, tra
     Args:
         tensors: inputs by name.
         device: the model's device.
-        traced: the device type on which each input was traced.
+        traced: the device type on which each input was traced, by name.
     """
     for name, tensor in tensors.items():
         found = tensor.device.type
@@ -109,7 +109,7 @@ def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, tra
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:
-    """A short text of a call for people, such as `(int64[4, 16], int64[4, 16]), training`."""
+    """Return a short text of a call for people, such as `(int64[4, 16], int64[4, 16]), training`."""
     parts = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else _text(leaf)
         for leaf in call.leaves

@@ -1,4 +1,4 @@
-"""The simulator: it runs a lowered program for all ranks of a mesh in one process, in lock-step.
+"""The simulator runs a lowered program for all ranks of a mesh in one process, in lock-step.
 
 The simulator evaluates the graph node by node, for each rank's operands. A collective takes the operands of a group of
 ranks and returns a result for each rank. Ranks whose operands are the same objects (copies) share one evaluation and
@@ -29,7 +29,10 @@ OnValues = Callable[[fx.Node, Sequence[Any]], None]
 """Called with each evaluated node and its values, one per rank."""
 
 GroupCollective = Callable[..., Sequence[Any]]
-"""`collective(node name, the group's operands, *other arguments without the group)` returns one result per rank."""
+"""A simulated collective, which returns one result per rank of the group.
+
+It takes the node's name, the operands of the group's ranks, and the collective's other arguments without the group.
+"""
 
 
 def simulate(
@@ -128,7 +131,10 @@ class _SimulatedRun:
         return node.target(*args, **kwargs)
 
     def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
-        """Each rank's result. A collective's first argument is its operand, the last its group."""
+        """Run a collective; return each rank's result.
+
+        A collective's first argument is its operand, and its last argument is the name of its group.
+        """
         if node.target is _c10d.wait_tensor.default:
             return [args[0] for args, _ in operands]
         collective = _COLLECTIVES.get(node.target)
@@ -144,7 +150,7 @@ class _SimulatedRun:
         return results
 
     def _exchange(self, node: fx.Node, arguments: Sequence[_Arguments]) -> list[Any]:
-        """Each rank's result of an operator that communicates inside."""
+        """Run one of our operators that communicate inside (`EXCHANGING`); return each rank's result."""
         steps_of = EXCHANGING[cast(OpOverload, node.target)]
         results: list[Any] = [None] * self.mesh.size
         for group in self._groups(node):
@@ -171,7 +177,7 @@ def _is_collective(target: Any) -> bool:
 
 
 def _reads_rank(node: fx.Node) -> bool:
-    """Whether the result may depend on `axis_index`: true for Python functions except arithmetic."""
+    """Whether a node's result may depend on the rank by `axis_index`: true for Python functions except arithmetic."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
@@ -182,12 +188,15 @@ def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int)
 
 
 def _identity(value: Any) -> Any:
-    """A key that equal numbers share; any other object has its own key."""
+    """Return a key for a value: equal numbers share a key, and any other object has its own key."""
     return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that no later node reads; the node itself if nothing reads it."""
+    """Return, for each node, the values to free after it, because no later node reads them.
+
+    A node that no node reads is freed after itself.
+    """
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -233,7 +242,7 @@ def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor
 
 
 def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """The coalesced form of `collective`, for a list of operands."""
+    """Return the coalesced form of a collective, which takes a list of operands per rank."""
 
     def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
         by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]

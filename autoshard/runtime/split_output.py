@@ -1,7 +1,7 @@
-"""Outputs that stay sharded on the ranks, and the results that a user computes from them.
+"""`SplitOutput`: an output that stays sharded on the ranks, or a result that a user computes from it.
 
 A `SplitOutput` is a DTensor: each rank holds its part, `full_tensor()` gathers it, `to_local()` returns the part. It
-differs if a DTensor would surprise a user who wrote for one device, or would silently give wrong values:
+differs from a DTensor in cases that would surprise a user who wrote for one device, or would give wrong values:
 
 * Plain tensors beside it count as equal on every rank, as inputs do, so `cross_entropy(logits, targets)` works.
 * Functions that read values (`item()`, `tolist()`, `numpy()`, `bool()`) read the whole tensor. DTensor's `item()` of a
@@ -39,7 +39,7 @@ _READS = frozenset(
 """Functions that return numbers instead of tensors, by name."""
 
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
-"""Functions that use the tensors themselves and not their values."""
+"""Functions of autograd that take the tensor objects themselves."""
 
 _LOOKS = frozenset(
     {
@@ -49,7 +49,7 @@ _LOOKS = frozenset(
         *("detach_", "clone", "contiguous", "to", "cpu", "float", "double", "half", "bfloat16"),
     }
 )
-"""Functions that inspect a tensor, or copy it with its sharding."""
+"""Functions that inspect a tensor, or copy it with its sharding, by name."""
 
 _ON_PARTS = frozenset(
     {
@@ -61,7 +61,7 @@ _ON_PARTS = frozenset(
         *("unsqueeze", "squeeze", "narrow"),
     }
 )
-"""Functions for which DTensor has the values and gradients of one device; each is tested."""
+"""Functions, by name, for which DTensor gives the values and gradients of one device; each is tested."""
 
 
 class SplitOutput(DTensor):
@@ -71,7 +71,7 @@ class SplitOutput(DTensor):
 
     @classmethod
     def of(cls, tensor: DTensor) -> SplitOutput:
-        """Turn a DTensor object into an output."""
+        """Change the class of a DTensor object to `SplitOutput`, and return the object."""
         tensor.__class__ = cls
         assert isinstance(tensor, SplitOutput), "its class was set above"
         return tensor
@@ -80,7 +80,7 @@ class SplitOutput(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch function on parts, on the whole, or refuse it; see the module's docstring."""
+        """Run a torch function on each rank's part or on whole tensors, or raise; see the file's docstring."""
         name, given = getattr(func, "__name__", str(func)), (args, dict(kwargs or {}))
         if func in _OF_AUTOGRAD:
             return cls._as_outputs(super().__torch_function__(func, types, *given), given)
@@ -105,7 +105,7 @@ class SplitOutput(DTensor):
 
     @classmethod
     def _on_parts(cls, func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run a function as DTensor does."""
+        """Run a function as DTensor does, on each rank's part; return its new DTensors as `SplitOutput`s."""
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:
@@ -114,7 +114,10 @@ class SplitOutput(DTensor):
 
     @classmethod
     def _as_outputs(cls, result: Any, given: Any) -> Any:
-        """Turn the new DTensors in a result into outputs, without partial sums; `given` are the call's arguments."""
+        """Turn the new DTensors in a result into `SplitOutput`s, with partial sums reduced.
+
+        `given` are the call's arguments, which stay as they are.
+        """
         known = {id(leaf) for leaf in pytree.tree_leaves(given)}
         return pytree.tree_map_only(
             DTensor, lambda made: made if id(made) in known else cls.of(_added_up(made)), result
@@ -135,12 +138,12 @@ def _runs_on_parts(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_place(index: Any) -> bool:
-    """Whether an index is a position or a range; lists and masks may read any position."""
+    """Whether an index is a position or a range. Lists and masks are not: they may read any position."""
     return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
 
 
 def _arguments_of_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call of `cross_entropy` by name if it computes a mean; else None."""
+    """Return the arguments of a call of `cross_entropy` by name if it computes a mean; else None."""
     call = signature(F.cross_entropy).bind(*args, **kwargs)
     call.apply_defaults()
     named = dict(call.arguments)
@@ -151,7 +154,11 @@ def _arguments_of_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _mean_cross_entropy(call: Mapping[str, Any]) -> torch.Tensor:
-    """The sum of all losses, in float32 or wider, divided by the count or the weights of targets not ignored."""
+    """Return the mean cross-entropy of a call with these arguments.
+
+    It is the sum of all losses, in float32 or wider, divided by the count of targets that are not ignored. With class
+    weights, the divisor is the sum of these targets' weights.
+    """
     target, weight = call["target"], call["weight"]
     losses = F.cross_entropy(**{**call, "reduction": "none"})
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
@@ -166,7 +173,7 @@ def _mean_cross_entropy(call: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _added_up(tensor: DTensor) -> DTensor:
-    """Reduce partial sums, because DTensor does not combine numbers and integers with them."""
+    """Return a DTensor with its partial sums reduced. DTensor does not combine partial sums with numbers."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     mesh, placements = tensor.device_mesh, [Replicate() if it.is_partial() else it for it in tensor.placements]
@@ -181,7 +188,7 @@ def _on_every_rank(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _operand(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An operand of a call on parts: a DTensor on the call's mesh, split evenly or replicated."""
+    """Return `tensor` as an operand of a call on parts: a DTensor on the call's mesh, split evenly or replicated."""
     if not isinstance(tensor, DTensor):
         return _on_every_rank(tensor, mesh)
     if tensor.device_mesh != mesh:
@@ -198,7 +205,10 @@ def _is_uneven(tensor: DTensor) -> bool:
 
 
 def _writes(name: str, keywords: Mapping[str, Any]) -> bool:
-    """Whether a function changes an operand, which may be a copy of the output."""
+    """Whether a function changes an operand in place, by its name and keyword arguments.
+
+    The change could be lost, because the operand may be a copy of the output.
+    """
     is_in_place = name == "__setitem__" or (
         name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
     )

@@ -1,7 +1,7 @@
-"""Optimizer state in training loops of the user's own, whose optimizer was not passed to `compile`.
+"""Shard the state of an optimizer that the user steps in a training loop of their own.
 
-Such state may be plain while the parameters are DTensors. Examples are state made before `compile`, which Adagrad makes
-when it is built, and state from a plain `load_state_dict`. It is sharded at the optimizer's next step.
+The state may be plain tensors while the parameters are DTensors. For example, Adagrad makes state when it is built,
+before `compile`, and a plain `load_state_dict` gives whole tensors. A hook shards the state before the next step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 @dataclass(frozen=True, slots=True)
 class StateInLoops:
-    """A hook before the steps of all optimizers, which checks each state once."""
+    """A hook that torch calls before each step of any optimizer. It shards the optimizer's state once.
+
+    Args:
+        known: from an optimizer to the state dict object (`optimizer.state`) that was sharded.
+    """
 
     known: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard the state as the parameters are."""
+        """Shard the optimizer's state as its parameters are sharded, unless this state is known.
+
+        Raises:
+            NotAvailableError: the optimizer is a fused Adagrad over DTensors.
+        """
         if self.known.get(optimizer) is optimizer.state:
             return
         _refuse_fused(optimizer)
@@ -37,7 +45,7 @@ class StateInLoops:
 
 
 def check_states_again() -> None:
-    """Check all states at their next step, because parameters became DTensors while their state is plain."""
+    """Let the hook check all optimizers at their next step, because parameters have become DTensors."""
     _hook().known.clear()
 
 
@@ -60,7 +68,7 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a whole tensor, equal on all ranks, as the DTensor `like` is."""
+    """Return a whole tensor, equal on all ranks, sharded as the DTensor `like` is."""
     assert isinstance(like, DTensor), "only state of DTensors is sharded"
     if is_elsewhere(like):
         return value

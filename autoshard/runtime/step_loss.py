@@ -1,6 +1,6 @@
-"""The loss that a step returns: a plain scalar, whose `backward` raises an error, because the step has run it.
+"""`StepLoss`: the loss that a step returns, whose `backward` raises an error because the step has run the backward.
 
-Scaled losses (`loss / 4`, a `GradScaler`) raise it too; any other result is plain.
+A scaled loss (`loss / 4`, or from a `GradScaler`) raises the error too. Any other result of the loss is a plain tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCALES = frozenset(
 
 
 class StepLoss(torch.Tensor):
-    """The loss of a step that has run; see the module's docstring."""
+    """The loss of a step that has run: a scalar; see the file's docstring."""
 
     @classmethod
     def of(cls, loss: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class StepLoss(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call every function on the plain tensor; see `torch.Tensor`."""
+        """Call a torch function on the plain tensor, or raise for a backward; see `torch.Tensor.__torch_function__`."""
         args, keywords = pytree.tree_map_only(StepLoss, lambda loss: vars(loss)["plain"], (args, dict(kwargs or {})))
         if func in _BACKWARDS and not any(
             leaf.requires_grad for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)

@@ -1,4 +1,4 @@
-"""The number of steps that each parameter of an optimizer has taken, counted as torch's optimizers count."""
+"""`StepsTaken` counts the steps of each parameter of an optimizer in the optimizer's state, as torch does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class StepsTaken:
-    """The steps in the state of each parameter; for SGD, 0 before the first step and 1 after it.
+    """Reads and counts the steps in the state of each parameter. For SGD a count is 0 before the first step, then 1.
 
-    Counts that rise together are elements of one tensor, so that one addition counts a step. Their values are read
-    once, which waits for an accelerator, and then tracked until other code writes to them.
+    Counts that rise together become elements of one tensor, so that one addition counts a step. Their values are read
+    once, which waits for an accelerator. From then on they are tracked on the host, until other code writes to them.
 
     Args:
         optimizer: a traced optimizer.
@@ -28,7 +28,7 @@ class StepsTaken:
         self._more = 0.0
 
     def of(self, parameter: torch.Tensor) -> float:
-        """The steps of a parameter."""
+        """Return the number of steps that a parameter has taken."""
         state = self._optimizer.state.get(parameter, {})
         if self._is_sgd:
             return float(state.get("momentum_buffer") is not None)
@@ -38,11 +38,11 @@ class StepsTaken:
         return float(step)
 
     def are_as_counted(self) -> bool:
-        """Whether no other code wrote to the counts."""
+        """Whether no other code wrote to the counts since this object last did."""
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether exactly these parameters were counted last, and no other code wrote to their counts."""
+        """Whether exactly these parameters were counted last, and no other code changed their counts since."""
         if self._is_sgd:
             return True
         state = self._optimizer.state
@@ -50,21 +50,24 @@ class StepsTaken:
         return are_held and self.are_as_counted() and self._counts.keys() == set(parameters)
 
     def count_again(self) -> None:
-        """Count one more step of the parameters that were counted last."""
+        """Count one more step of the parameters that `count` counted last."""
         for joined in self._joined:
             joined.add_(1)
         self._more += 1.0
         self._versions = [joined._version for joined in self._joined]
 
     def count(self, parameters: Collection[torch.Tensor]) -> None:
-        """Count one more step of some parameters, in tensors that they share from then on."""
+        """Count one more step of these parameters. From then on, their counts are elements of shared tensors."""
         if self._is_sgd:
             return
         options = {id(item): group for group in self._optimizer.param_groups for item in group["params"]}
         self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
 
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
-        """Dtype and device of a parameter's count: on the CPU, except for capturable and fused optimizers."""
+        """Return the dtype and device of a parameter's count, as torch chooses them.
+
+        A new count is on the CPU, except for capturable and fused optimizers. `options` is the parameter's group.
+        """
         step = self._optimizer.state[parameter].get("step")
         if isinstance(step, torch.Tensor):
             return step.dtype, step.device
@@ -83,7 +86,7 @@ class StepsTaken:
         self._counts = {parameter: self._optimizer.state[parameter]["step"] for parameter in counted}
 
     def _put(self, members: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Replace the step counts of parameters by elements of one new tensor."""
+        """Replace the step counts of parameters by elements of one new tensor; return the tensor."""
         joined = torch.tensor([self._read[parameter] for parameter in members], dtype=dtype, device=device)
         for parameter, count in zip(members, joined.unbind(), strict=True):
             self._optimizer.state[parameter]["step"] = count

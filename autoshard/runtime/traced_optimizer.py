@@ -1,7 +1,8 @@
-"""Optimizers whose update is traced: their update as data (`autoshard.ir.update`), and their state.
+"""Optimizers whose update is traced: SGD, Adam and AdamW of torch.optim.
 
-These are SGD, Adam and AdamW of torch.optim. The optimizer object keeps groups, options and state. So schedulers and
-state dicts work as they do in eager mode. Only the arithmetic runs in the program of the step.
+This module describes their update as data (`autoshard.ir.update`), from which the update is traced. The optimizer
+object keeps its groups, options and state, so schedulers and state dicts work as in eager mode. Only the arithmetic
+runs in the program of the step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
-    """The reason that an optimizer's update is not traced, in one sentence; None if it is traced."""
+    """Return the reason that an optimizer's update is not traced, as a sentence; None if it is traced."""
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _TRACED)}, whose updates are traced."
@@ -49,7 +50,9 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The reason that a step must put gradients into `.grad`, which a traced step does not do; None if it need not.
+    """Return the reason that a step must put gradients into `.grad`; None if it need not.
+
+    A traced step does not put gradients there.
 
     Args:
         optimizer: a traced optimizer.
@@ -74,13 +77,15 @@ def describe_update(
     max_grad_norm: float | None,
     steps_taken: StepsTaken | None = None,
 ) -> Update:
-    """An optimizer's update as data. Parameters of one group with unequal numbers of steps form separate groups.
+    """Describe an optimizer's update as data, from which the update is traced.
+
+    Parameters of one group with unequal numbers of steps form separate groups.
 
     Args:
         optimizer: a traced optimizer.
         names: the name of each parameter by `id`.
         max_grad_norm: see `Update`.
-        steps_taken: counts that were read before; default: they are read now.
+        steps_taken: the counts of steps; default: read them now.
 
     Raises:
         TraceError: the optimizer has a parameter without a name.
@@ -98,7 +103,7 @@ def describe_update(
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """The name of each parameter by `id`."""
+    """Return the name of each parameter by its `id`."""
     return {id(parameter): name for name, parameter in named}
 
 
@@ -117,7 +122,7 @@ def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Up
 
 
 class TracedState:
-    """The state of an optimizer as the inputs and outputs of programs.
+    """Passes the state and options of a traced optimizer to programs, and stores the results in the optimizer.
 
     Args:
         optimizer: a traced optimizer over parameters of the model.
@@ -133,7 +138,7 @@ class TracedState:
         self._known: KnownState | None = None
 
     def update(self, members: Members) -> Update:
-        """The optimizer's update at the step that begins; `members` are the members of the model."""
+        """Return the optimizer's update at the step that begins, as data; `members` are the members of the model."""
         known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
             follow_replaced(self.optimizer)
@@ -146,9 +151,10 @@ class TracedState:
         return update
 
     def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """The inputs of each local stage's update except gradients, in order, by stage.
+        """Return the inputs of each stage's update, without gradients, in order, by stage number.
 
-        They are parameters, state sharded as the program says (zeros if new), and options.
+        They are parameters, state (sharded as the program says; zeros if new), and options. The stages are the stages
+        that this process runs.
         """
         held = self._present.held_by(executable)
         found = self._find(executable) if held is None else held.tensors
@@ -158,9 +164,13 @@ class TracedState:
         return found
 
     def keep(self, executable: Executable, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Store written tensors in the optimizer, and count the step.
+        """After a step, store its state tensors in the optimizer if they are new, and count the step.
 
         The optimizers of all ranks list the same state and count the same steps; each has the values of its own stages.
+
+        Args:
+            executable: the program that ran.
+            tensors: the result of `hold`.
         """
         held, parameters = self._present.held_by(executable), self._present.members.parameters
         if held is not None and held.are_counted_together:
@@ -179,7 +189,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """State of other ranks' stages that the optimizer does not list yet."""
+        """Return the slots of state that other ranks' stages hold and that this optimizer does not list yet."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -189,7 +199,7 @@ class TracedState:
         ]
 
     def _owner(self, slot: LocalSlot) -> tuple[str, nn.Parameter]:
-        """The name of a state, and the parameter that it belongs to."""
+        """Return the name of a state, such as "exp_avg", and the parameter to which it belongs."""
         state_name, _, owner = slot.slot.name.partition(":")
         return state_name, self._present.members.parameters[owner]
 
@@ -199,7 +209,10 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Find the values of `hold`. Remember them if the optimizer and the model hold all of them."""
+        """Find the tensors that `hold` returns, with placeholders for options.
+
+        Remember them for the next step if the optimizer and the model hold all of them.
+        """
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
         are_all_held = not self._missing_elsewhere(executable)
@@ -221,7 +234,7 @@ class TracedState:
         return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
-        """The present options of a group of the program, as a vector."""
+        """Return the present options of group `number` of the program's update as a float64 vector, [options]."""
         update = executable.compiled.update
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
@@ -236,13 +249,13 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The group of a parameter."""
+        """Return the optimizer's group that has a parameter."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 
 
 def _updated_by(executable: Executable) -> list[str]:
-    """The names of the parameters that all stages of a program update, on any rank."""
+    """Return the sorted names of the parameters that the stages of a program update, on any rank."""
     kind = OutputKind.PARAMETER_UPDATE
     slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
     own = (program.updated_parameters for program in executable.stages.values())
@@ -250,13 +263,15 @@ def _updated_by(executable: Executable) -> list[str]:
 
 
 _NO_OPTIONS = torch.empty(0)
-"""A placeholder for a vector of options, until a step sets its own."""
+"""A placeholder for a vector of options; each step replaces it by the present options."""
 
 
 def update_of(
     optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
 ) -> Update | None:
-    """An optimizer's update as data; None if it is not traced and the optimizer takes its own step.
+    """Describe an optimizer's update as data. Return None, with a warning in the log, if the update is not traced.
+
+    The optimizer then takes its own step. Without an optimizer, return None.
 
     Raises:
         NotAvailableError: with `strict`, if the update is not traced.

@@ -1,4 +1,4 @@
-"""Runs the program of a whole training step, micro-batch by micro-batch, then the update."""
+"""`TracedStep` runs the program of a whole training step: micro-batch by micro-batch, then the update."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from autoshard.runtime.traced_optimizer import TracedState
 
 
 class TracedStep:
-    """Forward, backward and update of `sharded` by `optimizer`, as one program, whole or in stages.
+    """Runs forward, backward and update of `sharded` by `optimizer` as one program, whole or in pipeline stages.
 
     Args:
         sharded: the model.
         optimizer: a traced optimizer (see `traced_optimizer`) over the model's parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
-        order: the order of a program without stages.
+        order: the order of the tasks of a program without stages.
         executor: runs programs.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
@@ -55,7 +55,7 @@ class TracedStep:
         self._state.max_grad_norm = max_grad_norm
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Compile the program for a call; return its plan."""
+        """Compile the program of a step for a micro-batch with these arguments; return its plan."""
         members = self._sharded.members()
         executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
         self._executor.prepare(executable, self._order)
@@ -63,7 +63,12 @@ class TracedStep:
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
-        """Run one step on micro-batches, with the present members of the model; return the loss."""
+        """Run one step; return the loss of the whole batch.
+
+        Args:
+            parts: the arguments of each micro-batch.
+            members: the present members of the model.
+        """
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
         executable, calls = common_program(self._sharded, parts, find)
         weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
@@ -90,7 +95,10 @@ class TracedStep:
         return executable.by_stage(tensors)
 
     def _hand_out(self, program: Executable, results: Sequence[LocalValue], loss_name: str) -> torch.Tensor | None:
-        """The loss, if it is among the results. Buffers are updated; other outputs are dropped."""
+        """Write updated buffers and attributes into the model; return the loss if it is among the results.
+
+        Other outputs are dropped.
+        """
         loss, kept = None, program.phased.lowered.traced.kept
         paths = {f"output:{index}": path for index, path in kept.items()}
         for slot, value in zip(program.outputs, results, strict=True):
@@ -103,7 +111,7 @@ class TracedStep:
         return loss
 
     def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Run the updates of all stages on the gradients of all micro-batches."""
+        """Run the updates of this process's stages on their gradients, summed over micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.carried or [] for number, stage in run.stages.items()}

@@ -1,7 +1,7 @@
-"""A whole training step: forward, backward, clipping, update.
+"""`TrainStep`: a whole training step with forward, backward, clipping and update.
 
-The update of SGD, Adam and AdamW is traced: the step is one program, whose plan also has the specs of gradients and
-optimizer state. Any other optimizer takes its own step, on the module's parameters and their gradients.
+The update of SGD, Adam and AdamW is traced. The step is then one program, whose plan also has the specs of gradients
+and optimizer state. Any other optimizer takes its own step, on the module's parameters and their gradients.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class TrainStep(HasWeights):
         optimizer: an optimizer over the parameters of `sharded`.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         micro_batches: the number of equal parts along dim 0 of the batch. Their gradients add up to the gradient of
-            the whole batch. Each part is weighted as in the loss (a sum, a mean, a sum over a count of targets). An
-            operator that mixes samples (batch norm in training) raises an error with its name.
+            the whole batch. Each part has its weight in the loss, which may be a sum, a mean, or a sum divided by a
+            count of targets. An operator that mixes samples (batch norm in training) raises an error with its name.
         traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
-        executor: proves and runs orders; the module's own, if the mesh has a pipeline.
+        executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
     """
 
@@ -78,7 +78,7 @@ class TrainStep(HasWeights):
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `max_grad_norm`; refuse every other public attribute, because later steps would not read it."""
+        """Set `max_grad_norm`. Raise for every other public attribute, because later steps would not read it."""
         if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
             raise NotAvailableError(
                 f"step.{name} = {value!r}: only max_grad_norm of a compiled step can be set. Set options of the "
@@ -132,7 +132,7 @@ class TrainStep(HasWeights):
         return self._run(self._parts(args, kwargs))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse `torch.jit.script`, which calls this method."""
+        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -145,7 +145,7 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the model (with its random numbers) and the optimizer."""
+        """Return the states of the model (with its place in the sequence of seeds) and of the optimizer."""
         return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,7 +157,11 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Whether gradients must be in `.grad`; the first time, log the reason. Stages cannot put gradients there."""
+        """Whether this step must put gradients into `.grad`; the first time, log the reason.
+
+        Raises:
+            NotAvailableError: it must, but the mesh has pipeline stages.
+        """
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
             raise NotAvailableError(
@@ -172,14 +176,14 @@ class TrainStep(HasWeights):
         return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Run a step of an untraced optimizer; autograd sums the gradients of micro-batches."""
+        """Run a step by autograd, which sums the gradients of micro-batches, and the optimizer's own step."""
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
         self._update()
         return sum_of(list(tasks.shares.values()))
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
-        """The weight of each micro-batch in the loss."""
+        """Return the weight of each micro-batch in the loss."""
         if len(parts) == 1:
             return [1.0]
         (args, kwargs), *_ = parts
@@ -208,7 +212,7 @@ class TrainStep(HasWeights):
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
-        """The call of each micro-batch."""
+        """Return the arguments of each micro-batch."""
         return parts_of(args, kwargs, self.micro_batches)
 
 
@@ -218,9 +222,9 @@ class _AutogradTasks:
 
     Args:
         sharded: the model.
-        parts: the call of each micro-batch.
+        parts: the arguments of each micro-batch.
         weights: the weight of each micro-batch in the loss.
-        shares: weighted losses, by micro-batch.
+        shares: the weighted loss of each micro-batch, by number.
     """
 
     sharded: ShardedModule
@@ -229,7 +233,7 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether a task can run: without stages, each can."""
+        """Return True: without stages, every task can run."""
         return True
 
     def run_task(self, task: StageTask) -> None:

@@ -1,8 +1,9 @@
-"""Numbers of a model that change from call to call: calls are compared by how Python uses the numbers.
+"""Avoid a new trace for each value of a number of the model that changes from call to call, such as `self.step`.
 
 A call that logs `self.step` reads it, so each new value is traced. When three values have given the same program, the
-call is traced with watched numbers in place of such attributes (`ir/watched_numbers.py`). The conditions on these
-numbers then replace their values among the guards, for example `step % 10 == 5` is false.
+call is traced with watched numbers in place of the attributes that changed (`ir/watched_numbers.py`). A watched number
+records the conditions that Python evaluates on it. The conditions then replace its value among the guards: for example,
+a program serves every step for which `step % 10 == 5` is false.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ _VALUES = 3
 """A number with this many values counts as changing from call to call."""
 
 Trace = Callable[[], Program]
-"""Traces a call, once more."""
+"""Traces the present call again, and returns its program."""
 
 
 @dataclass(slots=True)
 class VaryingNumbers:
-    """The numbers that calls of one program read.
+    """The changing numbers that calls of one program read.
+
+    The keys are the `id` of the object that has the number, and the attribute's name.
 
     Args:
-        watched: changing numbers that are guarded by conditions on their use.
-        exact: changing numbers that are compared by value; their objects are kept alive.
+        watched: numbers that are guarded by conditions.
+        exact: numbers that are guarded by their values. Their objects are kept alive.
         conditions: the conditions of the last trace on the watched numbers.
     """
 
@@ -41,14 +44,19 @@ class VaryingNumbers:
     conditions: tuple[Condition, ...] = ()
 
     def guards(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """The guards after a trace, with conditions in place of the values of watched numbers."""
+        """Return the guards after a trace, with conditions in place of the values of watched numbers.
+
+        Args:
+            use: the Python values that the trace read.
+            registered: the parameters and buffers of the model.
+        """
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:
-        """Watch the numbers that differ between the last states of a program and now; yield notes for the user.
+        """Watch the numbers that differ between the remembered states of a program and now; yield notes to log.
 
         Args:
-            states: states whose traces gave the same program, newest last; the present state gave it too.
+            states: the guards of traces that gave the same program, newest last. The present trace gave it too.
             expected: the fingerprint of the program.
             trace: traces the call with the present model.
         """
@@ -79,7 +87,10 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """The conditions that a trace puts on numbers; None if the call cannot be traced with watched numbers."""
+    """Trace the call with watched numbers, and return the conditions on them.
+
+    Return None if the trace fails or gives another program, or if it needs the numbers' values.
+    """
     if not attributes:
         return ()
     try:
@@ -91,7 +102,7 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 
 
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
-    """Numbers with three values in the remembered states and the present one."""
+    """Yield the attributes not in `known` that have at least three values, in the remembered states and now."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
     for namespace in (item for state in states if not state.of_another for item in state.namespaces):
         now = vars(namespace.holder)

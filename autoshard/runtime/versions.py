@@ -1,8 +1,9 @@
-"""In-place changes between a call and its backward, which raise an error as on one device.
+"""Raise an error if a tensor was changed in place between a call and its backward, as on one device.
 
-On one device, autograd saves the tensor itself, and refuses a backward that reads it after an in-place change. A
-compiled program saves each rank's part of a value, often in memory of its own. So this module compares the versions of
-each parameter, buffer and input that the needed gradients are computed from.
+On one device, autograd saves the tensor itself, and raises if a backward reads it after an in-place change. A compiled
+program saves each rank's part of a value, often in new memory, where autograd does not see the change. So this module
+compares the versions (torch's counts of in-place changes) of the parameters, buffers and inputs from which gradients
+are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Version = tuple[int, ...] | None
 
 
 def version_of(tensor: torch.Tensor) -> Version:
-    """The version of a tensor; for a DTensor, also its shard's."""
+    """Return the version of a tensor; for a DTensor, the versions of the DTensor and of its shard."""
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
@@ -38,7 +39,14 @@ def check_versions(
     versions: Sequence[Version],
     needed: Collection[Key] | None = None,
 ) -> None:
-    """Raise `ChangedInPlaceError` if one of the `needed` inputs (None: any) has changed since it was read."""
+    """Raise `ChangedInPlaceError` if an input has changed in place since it was read.
+
+    Args:
+        slots: the program's input slots.
+        tensors: the inputs, in the order of `slots`.
+        versions: the version of each input when it was read.
+        needed: the inputs to check; None: all.
+    """
     for slot, tensor, version in zip(slots, tensors, versions, strict=True):
         if (needed is None or (slot.kind, slot.name) in needed) and version_of(tensor) != version:
             raise ChangedInPlaceError(
@@ -50,7 +58,9 @@ def check_versions(
 
 
 def inputs_behind_gradients(program: Program) -> dict[str, frozenset[Key]]:
-    """The inputs whose values the backward reads for each gradient, by the gradient's owner.
+    """Return, for each gradient, the inputs whose values the backward reads for it.
+
+    The key is the name of the parameter or input to which the gradient belongs.
 
     An operator of the backward reads an input's value if its operand is the input, or a view of it. A value computed
     from an input (a cast of a weight) has memory of its own, which no change of the input reaches.
@@ -83,7 +93,7 @@ def _union(sets: Mapping[fx.Node, frozenset[Key]], nodes: Sequence[fx.Node]) -> 
 
 
 def _is_same_value(node: fx.Node) -> bool:
-    """Whether a call returns its operand's memory: a view, an element of a tuple, or an identity function."""
+    """Whether a node returns its operand's memory: a view, an element of a tuple, or an identity function."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # an identity function, or an element of a tuple
         return node.op == "call_function"

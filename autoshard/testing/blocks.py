@@ -1,6 +1,7 @@
-"""The blocks of drawn programs: each writes a few lines that map `h` [batch, length, width] to a new `h`.
+"""The blocks of drawn programs: each adds a few lines of code that map `h` [batch, length, width] to a new `h`.
 
-To draw a new feature, write a function and add it to `BLOCKS`.
+A block is a function of `draw` and the `SourceWriter` to which it adds its lines. To draw a new feature, write a
+function and add it to `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _ACTIVATIONS = ("F.gelu", "F.relu", "F.silu", "torch.tanh", "torch.sigmoid")
 
 @dataclass(slots=True)
 class SourceWriter:
-    """The source of a model under construction: lines of `__init__` and `forward`, inputs, and the shape of `h`.
+    """Collects the source of a drawn model: the lines of `__init__` and `forward`, and the inputs.
 
     Args:
-        batch, length, width: the shape of `h`.
-        rows: dim 0 of the inputs: `batch` times the number of micro-batches.
+        batch, length, width: the present shape of `h`.
+        rows: the size of dim 0 of the inputs: `batch` times the number of micro-batches.
         embedding_width: width of `self.embed`, or None if there is no embedding.
     """
 
@@ -38,7 +39,7 @@ class SourceWriter:
     _count: int = 0
 
     def input(self, name: str, value: str) -> str:
-        """Add a parameter of `forward` with the expression of its example; return its name."""
+        """Add an argument of `forward`, with code for its example value; return its name."""
         self._inputs[name] = value
         return name
 
@@ -72,7 +73,7 @@ class SourceWriter:
         self._forward.append(line)
 
     def source(self, seed: int, trailer: Sequence[str] = ()) -> str:
-        """The whole program: imports, class, `model` and `inputs`, then the lines of `trailer`."""
+        """Return the source of the whole program: imports, class, `model` and `inputs`, then the lines of `trailer`."""
         return "\n".join(
             [
                 "import torch",
@@ -99,7 +100,7 @@ class SourceWriter:
 
 
 def linear(draw: Draw, writer: SourceWriter) -> None:
-    """A linear layer, which may change the width."""
+    """Add a linear layer, which may change the width."""
     width = draw(st.sampled_from((writer.width, 8, 16)))
     layer = writer.fresh("linear", f"nn.Linear({writer.width}, {width}, bias={draw(st.booleans())})")
     writer.line(f"h = {layer}(h)")
@@ -107,7 +108,7 @@ def linear(draw: Draw, writer: SourceWriter) -> None:
 
 
 def matmul_chain(draw: Draw, writer: SourceWriter) -> None:
-    """Products with bare parameters."""
+    """Add one to three matrix products of `h` with parameters that belong to no layer."""
     for _ in range(draw(st.integers(1, 3))):
         width = draw(st.sampled_from((writer.width, 8, 16)))
         writer.line(f"h = h @ {writer.weight(writer.width, width)}")
@@ -115,13 +116,13 @@ def matmul_chain(draw: Draw, writer: SourceWriter) -> None:
 
 
 def batched_matmul(draw: Draw, writer: SourceWriter) -> None:
-    """Attention without heads, by batched products and a softmax."""
+    """Add attention without heads, by batched products and a softmax."""
     writer.line(f"scores = torch.bmm(h, h.transpose(1, 2)) * {writer.width**-0.5:.4f}")
     writer.line("h = torch.bmm(F.softmax(scores, dim=-1), h)")
 
 
 def attention(draw: Draw, writer: SourceWriter) -> None:
-    """Scaled dot-product attention with a residual; heads may share keys, and it may be causal."""
+    """Add scaled dot-product attention with a residual; heads may share keys, and it may be causal."""
     length, width = writer.length, writer.width
     heads = draw(st.sampled_from([count for count in (2, 4, 3) if width % count == 0]))
     groups = draw(st.sampled_from([count for count in (heads, 1, 2) if heads % count == 0]))
@@ -137,7 +138,7 @@ def attention(draw: Draw, writer: SourceWriter) -> None:
 
 
 def mlp(draw: Draw, writer: SourceWriter) -> None:
-    """Norm, up, activation, down, residual."""
+    """Add an MLP with a residual: norm, linear layer, activation, linear layer."""
     hidden = draw(st.sampled_from((2 * writer.width, 16)))
     activation = draw(st.sampled_from(_ACTIVATIONS))
     up = writer.fresh("up", f"nn.Linear({writer.width}, {hidden})")
@@ -146,7 +147,7 @@ def mlp(draw: Draw, writer: SourceWriter) -> None:
 
 
 def gated_mlp(draw: Draw, writer: SourceWriter) -> None:
-    """A gated MLP whose first product is chunked into gate and value."""
+    """Add a gated MLP with a residual; its first product is chunked into gate and value."""
     hidden = draw(st.sampled_from((8, 16)))
     both = writer.fresh("gate_up", f"nn.Linear({writer.width}, {2 * hidden}, bias=False)")
     down = writer.fresh("down", f"nn.Linear({hidden}, {writer.width}, bias=False)")
@@ -155,7 +156,7 @@ def gated_mlp(draw: Draw, writer: SourceWriter) -> None:
 
 
 def norm(draw: Draw, writer: SourceWriter) -> None:
-    """Layer or RMS norm, with or without weights."""
+    """Add a layer norm or RMS norm, with or without weights."""
     writer.line(f"h = {_norm(draw, writer)}(h)")
 
 
@@ -167,13 +168,13 @@ def _norm(draw: Draw, writer: SourceWriter) -> str:
 
 
 def mix_positions(draw: Draw, writer: SourceWriter) -> None:
-    """A linear layer over the length, between two transposes."""
+    """Add a linear layer over the length, between two transposes."""
     layer = writer.fresh("mix", f"nn.Linear({writer.length}, {writer.length})")
     writer.line(f"h = {layer}(h.transpose(1, 2)).transpose(1, 2)")
 
 
 def flattened(draw: Draw, writer: SourceWriter) -> None:
-    """A product of the value with batch and length merged into one dim."""
+    """Add a matrix product of `h` with batch and length merged into one dim."""
     length, width = writer.length, writer.width
     view = draw(st.sampled_from((f"h.reshape(-1, {width})", "h.flatten(0, 1)")))
     writer.line(f"flat = {view} @ {writer.weight(width, width)}")
@@ -181,19 +182,19 @@ def flattened(draw: Draw, writer: SourceWriter) -> None:
 
 
 def split_width(draw: Draw, writer: SourceWriter) -> None:
-    """The width viewed as two dims, which are swapped and then merged."""
+    """View the width as two dims, swap them, and merge them."""
     length, width = writer.length, writer.width
     writer.line(f"h = h.view(-1, {length}, 2, {width // 2}).transpose(2, 3)")
     writer.line(f"h = h.reshape(-1, {length}, {width})")
 
 
 def permuted(draw: Draw, writer: SourceWriter) -> None:
-    """A pointwise function of a permuted value."""
+    """Apply an activation to `h` with permuted dims, and permute the dims back."""
     writer.line(f"h = {draw(st.sampled_from(_ACTIVATIONS))}(h.permute(2, 0, 1)).permute(1, 2, 0)")
 
 
 def reduction(draw: Draw, writer: SourceWriter) -> None:
-    """A reduction over one dim, broadcast back."""
+    """Reduce `h` over one dim by a mean, maximum or sum, and combine the broadcast result with `h`."""
     dim = draw(st.sampled_from((0, 1, 2)))
     forms = (
         "h = h - h.mean(dim={dim}, keepdim=True)",
@@ -206,7 +207,7 @@ def reduction(draw: Draw, writer: SourceWriter) -> None:
 
 
 def pointwise(draw: Draw, writer: SourceWriter) -> None:
-    """An activation, or a choice by sign."""
+    """Add an activation, a leaky ReLU by `torch.where`, or a polynomial of `h`."""
     forms = (
         *(f"h = {name}(h)" for name in _ACTIVATIONS),
         "h = torch.where(h > 0, h, 0.1 * h)",
@@ -216,20 +217,20 @@ def pointwise(draw: Draw, writer: SourceWriter) -> None:
 
 
 def scale_and_shift(draw: Draw, writer: SourceWriter) -> None:
-    """Vectors of parameters, broadcast over batch and length."""
+    """Add `h * scale + shift` with parameters of shape [width]."""
     scale = writer.fresh("scale", f"nn.Parameter(torch.randn({writer.width}))")
     shift = writer.fresh("shift", f"nn.Parameter(torch.randn({writer.width}))")
     writer.line(f"h = h * {scale} + {shift}")
 
 
 def softmax(draw: Draw, writer: SourceWriter) -> None:
-    """A softmax, or its logarithm, over one dim."""
+    """Add a softmax, or its logarithm, over one dim, to `h`."""
     name, dim = draw(st.sampled_from(("softmax", "log_softmax"))), draw(st.sampled_from((1, 2)))
     writer.line(f"h = h + F.{name}(h, dim={dim})")
 
 
 def recurrent(draw: Draw, writer: SourceWriter) -> None:
-    """One or two recurrent layers over the length, in one direction or both."""
+    """Add one or two recurrent layers over the length, in one direction or both."""
     kind = draw(st.sampled_from(("LSTM", "GRU", "RNN")))
     hidden, layers = draw(st.sampled_from((4, 8))), draw(st.sampled_from((1, 2)))
     both, batch_first, bias = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
@@ -240,7 +241,9 @@ def recurrent(draw: Draw, writer: SourceWriter) -> None:
 
 
 def experts(draw: Draw, writer: SourceWriter) -> None:
-    """A router that sends each position to its best experts, whose weights are batched or gathered, and a residual.
+    """Add a mixture of experts with a residual: a router sends each position to its best experts.
+
+    The experts' weights are multiplied as a batch, or gathered for each position.
 
     An expert's share becomes zero before another expert replaces it. So rounding may choose either of two almost
     equally good experts, without changing the result.
@@ -264,7 +267,7 @@ def experts(draw: Draw, writer: SourceWriter) -> None:
 
 
 def batch_norm(draw: Draw, writer: SourceWriter) -> None:
-    """A batch norm over the width, with or without running statistics and weights."""
+    """Add a batch norm over the width, with or without running statistics and weights."""
     affine, tracked = draw(st.booleans()), draw(st.booleans())
     options = f"eps=0.01, affine={affine}, track_running_stats={tracked}"
     layer = writer.fresh("batch_norm", f"nn.BatchNorm1d({writer.width}, {options})")
@@ -275,21 +278,21 @@ def batch_norm(draw: Draw, writer: SourceWriter) -> None:
 
 
 def running_mean(draw: Draw, writer: SourceWriter) -> None:
-    """A buffer that tracks the mean of `h` in place and shifts `h`."""
+    """Add a buffer that tracks the mean of `h` in place, and subtract the buffer from `h`."""
     mean = writer.buffer("mean", f"torch.linspace(-1, 1, {writer.width})")
     writer.line(f"{mean}.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)")
     writer.line(f"h = h - {mean}")
 
 
 def constant_buffer(draw: Draw, writer: SourceWriter) -> None:
-    """A constant table, added or multiplied."""
+    """Add a constant table of shape [length, width] to `h`, or multiply `h` by it."""
     name = writer.buffer("table", f"torch.linspace(0.5, 1.5, {writer.length * writer.width})")
     table = f"{name}.view({writer.length}, {writer.width})"
     writer.line(draw(st.sampled_from(("h = h + {}", "h = h * {}"))).format(table))
 
 
 def tied(draw: Draw, writer: SourceWriter) -> None:
-    """Two layers with one weight, or one layer and its transpose."""
+    """Add two linear layers with one weight, or one linear layer and a product with its weight."""
     width = writer.width
     first = writer.fresh("tied", f"nn.Linear({width}, {width}, bias={draw(st.booleans())})")
     if draw(st.booleans()):
@@ -301,7 +304,7 @@ def tied(draw: Draw, writer: SourceWriter) -> None:
 
 
 def residual(draw: Draw, writer: SourceWriter) -> None:
-    """A residual around one inner block."""
+    """Add an inner block with a residual around it."""
     width = writer.width
     writer.line("skip = h")
     draw(st.sampled_from((pointwise, norm, scale_and_shift, flattened, mix_positions)))(draw, writer)
@@ -310,7 +313,10 @@ def residual(draw: Draw, writer: SourceWriter) -> None:
 
 
 def random_numbers(draw: Draw, writer: SourceWriter) -> None:
-    """Random noise, masks, slopes or orders; none depends on values that rounding may change."""
+    """Add dropout, noise, random masks or a random permutation. Only `programs(draws=True)` draws this block.
+
+    No random choice depends on values that rounding may change.
+    """
     forms = (
         "h = F.dropout(h, 0.25)",
         "h = F.alpha_dropout(h, 0.2, training=True)",

@@ -1,4 +1,4 @@
-"""`check_calls`: run a few calls under given specs on the simulator, and compare with one device."""
+"""`check_calls`: run a few operator calls under given specs on the simulator, and compare with one device."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def check_calls(
         inputs: the model's arguments.
         given: the spec of each argument.
         calls: the specs of each call, in order.
-        tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the spacing of
-            numbers at 1 in the narrowest floating dtype of any value. If one device's outputs for nearly equal inputs
-            differ by more, the mesh's outputs may too.
+        tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the machine
+            epsilon of the narrowest floating dtype of any value, if it is larger. If one device's outputs for nearly
+            equal inputs differ by more, the mesh's outputs may differ by more too.
 
     Raises:
         PlanMismatchError: the model makes another number of calls, or a call has no strategy with these specs.
@@ -76,14 +76,14 @@ def _by_name(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _spacing(program: Program) -> float:
-    """The spacing of numbers at 1 in the narrowest floating dtype of any value; 0 if there is none."""
+    """Return the machine epsilon of the narrowest floating dtype among the program's values; 0 without such values."""
     values = [leaf for node in program.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
     floating = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
 
 
 def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls: Sequence[CallSpecs]) -> Plan:
-    """The plan with these specs; if several readers reshard a value, each reshards it separately."""
+    """Return the plan with the wanted specs of inputs and calls. Each reader of a value reshards it separately."""
     nodes = list(prepare(program).graph.nodes)
     wanted: dict[str, CallSpecs] = {
         slot.node: ((), (given[int(slot.name.partition(":")[2])],)) for slot in program.inputs

@@ -1,4 +1,4 @@
-"""`check_plan`: run a plan on the simulator, and compare everything a user can see with one device."""
+"""`check_plan`: train by a plan on the simulator, and compare every result that a user can see with one device."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def check_plan(
 ) -> CheckReport:
     """Train a copy of a model for some steps on simulated ranks, train another on one device, and compare.
 
-    The outputs and gradients of the last step are compared, and parameters and buffers after it. For whole steps, the
-    loss, parameters, buffers and optimizer state are compared. If something differs, the program is shrunk to a few
-    calls that still differ (`CheckReport.small_failure`).
+    The compared values are the outputs and gradients of the last step, and the parameters and buffers after it. With
+    `whole_step` they are the loss, parameters, buffers and optimizer state. If a value differs, the program is shrunk
+    to a few calls that still differ (`CheckReport.small_failure`).
 
     Args:
         model: any module; it is not changed. If it draws random numbers, one device draws the same numbers as ranks.
@@ -71,17 +71,18 @@ def check_plan(
         inputs: positional arguments, or keyword arguments as a mapping.
         plan: the plan to run; None: plan now.
         steps: optimizer steps, at least 1.
-        tolerance: largest difference relative to the largest element of each value. Default: 1e-5, or the spacing of
-            numbers at 1 in the compute dtype, if it is narrower than float32: one rounding on either side.
+        tolerance: largest difference relative to the largest element of each value. Default: 1e-5, or the machine
+            epsilon of the compute dtype if it is larger.
         make_optimizer: maps parameters to an optimizer; None: gradient descent with learning rate 0.01.
         whole_step: train by `autoshard.compile(..., optimizer=...)`, with the update in the program. The model returns
             its loss first. A plan must then be of a whole step with one micro-batch.
-        precise: also run one device in this dtype, such as `torch.float64`, to measure its rounding. Ill-conditioned
-            values (gradients of nearly uniform attention) may then differ by that much. The error of one run may be
-            small by chance. So before a value counts as different, one device also runs on parameters and inputs that
-            are each moved by one rounding. None: skip this, or, with a `precision`, use the model's own dtypes. If this
-            does not explain a difference, the same specs run in this dtype on both. Values that agree there to 1e-9 of
-            their scale differed only by rounding.
+        precise: a wider dtype, such as `torch.float64`, in which one device also runs, to measure its rounding errors.
+            A value may then differ by a few times its rounding error, as ill-conditioned values do, such as gradients
+            of nearly uniform attention. One run's error may be small by chance. So if a value differs, one device runs
+            again, on parameters and inputs that are each moved by one rounding. If the errors do not explain the
+            difference, the plan's specs and one device both run in the wider dtype. Values that agree there to 1e-9 of
+            their scale differed only by rounding. None: no wider run; with a `precision`, rounding is measured against
+            the model's own dtypes.
         precision: see `autoshard.compile`. One device then runs the same casts.
         traced: the program of the call (for a whole step, of a micro-batch), if it has already been traced.
 
@@ -132,7 +133,11 @@ def _compile(
 
 
 def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """One device's values in a more precise dtype."""
+    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name.
+
+    Raises:
+        NotAvailableError: one device cannot run the model in `dtype`.
+    """
     try:
         return train_precisely(model, dtype, training)
     except RuntimeError as error:
@@ -144,7 +149,10 @@ def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) ->
 
 
 def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training: Training) -> CheckReport:
-    """Add a comparison of the same specs and one device in a more precise dtype, if the program is the same in it."""
+    """Run the plan's specs and one device in a wider dtype, and return the report with this comparison (`precisely`).
+
+    Return the report as it was if the plan does not fit the model in this dtype.
+    """
     precise, training = in_type(model, dtype, training)
     try:
         plan = _plan_in_type(report.plan, precise, training)
@@ -157,7 +165,7 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
 
 
 def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
-    """A plan for the same model and inputs in other dtypes."""
+    """Return a copy of `plan` for `model` and inputs whose dtypes differ from the planned dtypes."""
     program = trace_training(model, training.args, training.kwargs, training.whole_step)
     nodes = program.nodes_by_name()
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
@@ -170,7 +178,7 @@ def _draws(compiled: ShardedModule | TrainStep) -> bool:
 
 
 def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
-    """The program that ran."""
+    """Return the program that ran in the compiled model or step."""
     program = (compiled.sharded if isinstance(compiled, TrainStep) else compiled).program
     if program is None:
         raise AssertionError("a model that differs has been compiled")
@@ -178,7 +186,10 @@ def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
 
 
 def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: Training) -> str:
-    """Code that fails like the differing program of a call; with micro-batches, on the first one."""
+    """Return a short script that fails as the compiled program does, or "" if none was found.
+
+    With micro-batches, the script uses the values of the first micro-batch.
+    """
     program = _compiled_program(compiled)
     if program.plan is None:
         raise AssertionError("a model that differs was compiled by a plan")
@@ -191,5 +202,5 @@ def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, traini
 
 
 def _tolerance(precision: str | None) -> float:
-    """The change that rounding alone may cause in a value, relative to its largest element."""
+    """Return the default tolerance: how much rounding may change a value, relative to its largest element."""
     return TOLERANCE if precision is None else max(TOLERANCE, torch.finfo(PRECISIONS[precision]).eps)

@@ -1,4 +1,7 @@
-"""Plans whose strategies are decided one by one, in program order: greedily by a score, or drawn."""
+"""Plans whose strategies are decided one by one, in program order: greedily by a score, or drawn.
+
+A site is a node with a choice of strategies. The planning problem has one decision variable for each site.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from passes.strategies.price import Prices
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
-    """A legal plan: at each site, the strategy of highest score that the earlier decisions allow."""
+    """Return a legal plan that takes, at each site, the strategy of highest `score` that earlier decisions allow."""
     planning = unfolded_problem(program, mesh, laptop(mesh))
 
     def pick(variable: int, options: np.ndarray) -> int:
@@ -41,14 +44,14 @@ def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], 
 
 
 def laptop(mesh: Mesh) -> Cluster:
-    """The cluster for which plans are drawn: a laptop with a host link, so that plans can offload."""
+    """Return the cluster for which plans are drawn: a laptop with a host link, so that plans can offload."""
     node = node_type("cpu_laptop")
     linked = dataclasses.replace(node.device, host_link=HostLink(1e10, 1e10))
     return Cluster(node.with_device(linked), nodes=1, devices_per_node=mesh.size)
 
 
 def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
-    """The planning problem with a separate variable for every site, even for equal sites."""
+    """Return the planning problem with a variable for every site. Repeated equal layers do not share variables."""
     space = EnumerateStrategies(mesh)(prepare(program))
     alone = {name: name for name in space.sites}
     return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
@@ -56,14 +59,19 @@ def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Planning
 
 @dataclass(frozen=True, slots=True)
 class Deciding:
-    """The decisions of a plan, with or without recomputation and offload."""
+    """The decisions to make for a plan.
+
+    Args:
+        options: the activation policies (save, recompute, offload) among which each variable may choose.
+        problem: the planning problem with these policies.
+    """
 
     options: RecomputeOptions
     problem: RecomputeProblem
 
 
 def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Deciding:
-    """The decisions of a problem."""
+    """Return the decisions of a problem; with `recompute`, values may be recomputed or offloaded."""
     has_host = cluster.device.host_link is not None
     every = find_options(planning, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, policies={})
@@ -73,13 +81,14 @@ def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) ->
 def decided_plan(
     planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
 ) -> Plan:
-    """The plan of decisions made in program order, each among the options that earlier decisions allow.
+    """Return the plan of decisions made in program order, each among the options that earlier decisions allow.
 
     Args:
         planning: a problem without recomputation.
         cluster: prices the ranks; values are offloaded only if it has a host link.
-        pick: maps a variable and its options to one of the options. With recomputation, a variable's strategies are
-            repeated for each activation policy; those that save its values come first.
+        pick: takes the index of a variable and the indices of its allowed options; returns one of these indices. With
+            recomputation, the options are the variable's strategies, repeated for each activation policy. The
+            strategies that save values come first.
         recompute: whether values may be recomputed or offloaded.
     """
     return plan_of_decisions(planning, deciding_of(planning, cluster, recompute), cluster, pick)
@@ -88,7 +97,7 @@ def decided_plan(
 def plan_of_decisions(
     planning: PlanningProblem, deciding: Deciding, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
 ) -> Plan:
-    """The plan of the decisions in `deciding`, made by `pick`; see `decided_plan`."""
+    """Make the decisions in `deciding` by `pick`, and return their plan; see `decided_plan`."""
     options, problem = deciding.options, deciding.problem
     choice: dict[int, int] = {}
     for variable in range(len(problem.assignment.costs)):
@@ -108,7 +117,7 @@ def plan_of_decisions(
 
 
 def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
-    """The options of a variable with a finite cost beside the decided ones."""
+    """Return a boolean for each option of `variable`: whether its cost is finite beside the decisions in `choice`."""
     cost = assignment.costs[variable]
     for edge in assignment.edges:
         if edge.head == variable and edge.tail in choice:

@@ -38,7 +38,7 @@ class Link:
     """A network along one axis, as each rank sees it.
 
     Args:
-        latency_s: from the end of sending to the end of receiving, in seconds.
+        latency_s: seconds from the end of sending to the end of receiving.
         bandwidth_bytes_per_s: the rate at which a rank sends; infinite for a link with latency only.
 
     Raises:
@@ -60,11 +60,11 @@ class Clock(Protocol):
     """The clock by which links are delayed. Processes that exchange messages must start their clocks together."""
 
     def now_s(self) -> float:
-        """Seconds since some moment."""
+        """Return the seconds since a fixed moment."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Return after so many seconds."""
+        """Return after `seconds` of this clock."""
         ...
 
 
@@ -88,11 +88,11 @@ class Transfer:
     Args:
         operation: the process group's operation, such as "allreduce", "send", "recv".
         axes: the axes of its links.
-        sent_bytes: the bytes that this rank sent; for a message, that its sender sent.
-        issued_s, done_s: when it was issued (a message, by its sender), and when the links had finished it, by the
-            mesh's clock.
-        duration_s: its time on free links.
-        waited_s: the time that this rank waited for it: the part that was not hidden.
+        sent_bytes: the bytes that this rank sent; for a received message, the bytes that its sender sent.
+        issued_s: the time when it was issued (a message: by its sender), by the mesh's clock.
+        done_s: the time when the links had finished it, by the mesh's clock.
+        duration_s: the seconds that it takes on idle links.
+        waited_s: the seconds that this rank waited for it: the time that computation did not hide.
     """
 
     operation: str
@@ -105,7 +105,7 @@ class Transfer:
 
 
 class _Links:
-    """This rank's links, by axis, and the listeners that record transfers over them."""
+    """This rank's links by axis, the times when they are free, and the lists that record transfers over them."""
 
     def __init__(self, links: Mapping[str, Link], clock: Clock, box: tuple[int, Link] | None) -> None:
         self._links = {**links, **({} if box is None else {_BOX: box[1]})}
@@ -114,22 +114,28 @@ class _Links:
         self.listeners: list[list[Transfer]] = []
 
     def occupy(self, axes: Sequence[str], sent_bytes: int, now_s: float) -> float:
-        """Occupy the links of `axes` to send; return the end of sending."""
+        """Reserve the links of `axes` for `sent_bytes` issued at `now_s`; return the time when they have been sent."""
         end_s = max([now_s, *(self._free_at_s[axis] for axis in axes)]) + self.occupied_s(axes, sent_bytes)
         self._free_at_s.update(dict.fromkeys(axes, end_s))
         return end_s
 
     def occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
-        """The time to send over free links."""
+        """Return the seconds to send `sent_bytes` over idle links of `axes`."""
         return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
 
     def latency_s(self, axes: Sequence[str]) -> float:
-        """The time from the end of sending to the end of receiving."""
+        """Return the seconds from the end of sending to the end of receiving over the links of `axes`."""
         return max((self._links[axis].latency_s for axis in axes), default=0.0)
 
 
 class _DelayedWork(dist.Work):
-    """Work of Gloo, and the time at which the links finish it, which is known when Gloo has finished."""
+    """A handle of torch that completes when Gloo has finished and the links would have finished.
+
+    Args:
+        works: Gloo's handles.
+        links: this rank's links.
+        transfer: returns the transfer, with the time when the links finish it. It is called after Gloo has finished.
+    """
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
@@ -163,8 +169,8 @@ class _DelayedWork(dist.Work):
 class DelayedGloo(dist.ProcessGroup):
     """A process group along `axes` that sends through Gloo and takes as long as `links`.
 
-    Methods have the names that torch's functional collectives (C++) and its Python collectives call, in torch 2.11 and
-    later.
+    Each method starts Gloo's operation, and returns a handle that completes no sooner than the links would. Methods
+    have the names that torch's functional collectives (C++) and its Python collectives call, in torch 2.11 and later.
     """
 
     def __init__(self, gloo: ProcessGroupGloo, axes: tuple[str, ...], links: _Links) -> None:
@@ -268,11 +274,11 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork(works, self.links, came)
 
     def recv_anysource(self, *_: Any) -> NoReturn:
-        """Refuse: the times follow a message, from a rank that must be known."""
+        """Raise `MeshError`, because the receive of the times must name the sender."""
         raise MeshError("recv of any rank has no delayed form on a delayed_mesh; name the sender: recv(tensor, src=1).")
 
     def _others(self, size_bytes: int) -> int:
-        """The bytes of a tensor that go to other ranks."""
+        """Return the bytes that go to other ranks if `size_bytes` are split evenly over the group."""
         return size_bytes * (self.size() - 1) // self.size()
 
     def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
@@ -285,7 +291,7 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork([*works, agreed], self.links, lambda: replace(done, done_s=last_s.item()))
 
     def _issued(self, operation: str, sent_bytes: int) -> Transfer:
-        """A transfer that occupies this rank's links from now until it is sent."""
+        """Reserve this rank's links from now on, and return the transfer; its `done_s` is the end of sending."""
         now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
         duration_s = self.links.occupied_s(self._axes, sent_bytes)
@@ -303,9 +309,9 @@ def delayed_mesh(
     Args:
         axes: sizes by name, major to minor, for all processes of the run.
         links: the link of each axis; an axis without a link is not delayed.
-        box: the number of consecutive ranks per box, and the link for groups inside a box.
-        clock: the clock of the delays: the machine's, or a clock that counts the work of this process. The latter
-            measures hidden communication exactly, even on a busy machine.
+        box: `(n, link)`: each n consecutive ranks share a box (one machine, say), and a group inside a box uses `link`.
+        clock: the clock of the delays: the machine's clock, or a clock that counts this process's work. A counting
+            clock measures hidden communication exactly, even on a busy machine.
 
     Returns:
         The mesh. `autoshard.testing.record_transfers` records the transfers over its links.
@@ -369,7 +375,7 @@ def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
 
 
 _NUMBERS = count()
-"""Torch never drops a backend's name, so each mesh has its own."""
+"""Numbers for the names of backends. Torch never forgets a backend's name, so each mesh registers a new name."""
 
 _LATEST = dist.AllreduceOptions()
 _LATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
@@ -378,11 +384,11 @@ _BOX = "box"
 """The key of the links of groups inside a box."""
 
 _TIMES_TAG = 2**30
-"""The tag of a message with the times of the previous message."""
+"""A bit added to a message's tag. It marks the second message, which carries the times of the first."""
 
 
 def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:
-    """The axes along which `ranks` differ."""
+    """Return the axes of `mesh` along which the coordinates of `ranks` differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
     return tuple(axis for axis in mesh.axis_names if len({place[axis] for place in places}) > 1)
 

@@ -14,7 +14,7 @@ STRIDE_FREE: Mapping[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
-"""The operators that replace views, with any strides."""
+"""From an operator that needs suitable strides to the operator that runs in its place, with any strides."""
 
 
 class OneDevice(fx.Interpreter):
@@ -24,5 +24,5 @@ class OneDevice(fx.Interpreter):
     """
 
     def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call, with a reshape for a view."""
+        """Run one call of the graph; a view runs as a reshape."""
         return super().call_function(STRIDE_FREE.get(target, target), args, kwargs)

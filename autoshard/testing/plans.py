@@ -27,18 +27,23 @@ from passes.memory.liveness import UPDATE
 from passes.planning.build_assignment import PlanningProblem
 
 _BUDGETS = (None, 1, 10**12)
-"""Budgets in bytes. Values that only depend on parameters are kept over micro-batches within a budget: none, all."""
+"""Memory budgets to draw from, in bytes; None: no budget.
+
+Values that depend on parameters alone are kept over micro-batches if the budget allows: 1 byte keeps none of them,
+10¹² bytes keep all.
+"""
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
-    """Legal plans of a program: any strategy that a node's rule admits; half of them recompute and offload.
+    """Draw legal plans of a program: each node has any strategy that its rule admits.
 
-    The program is traced, and its nodes' strategies are listed, once for all plans that are drawn.
+    Half of the plans may recompute or offload values. The program is traced once, and its nodes' strategies are listed
+    once, for all drawn plans.
 
     Args:
         program: a drawn program, which is traced here, or a traced one.
         mesh: the mesh to plan for; ranks are priced as shares of a laptop.
-        precision: the compute precision; a drawn program is traced with it, a traced one must have been.
+        precision: the compute precision. A traced program must have been traced with it.
     """
     is_added_up = False
     if isinstance(program, DrawnProgram):
@@ -54,7 +59,10 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
 
 @lru_cache(maxsize=1)
 def traced_call(program: DrawnProgram, precision: str | None) -> Program:
-    """The program of a call, or of a micro-batch of a whole step; the last one is cached, for `check_plan(traced=)`."""
+    """Trace a call of a drawn program, or one micro-batch of its whole step.
+
+    The last result is cached. Pass it to `check_plan(traced=)`.
+    """
     dtype = None if precision is None else PRECISIONS[precision]
     return trace_training(program.model, program.inputs, {}, program.whole_step, dtype)
 
@@ -75,11 +83,14 @@ def _draw_plan(
 
 
 def _read_by_update(planning: PlanningProblem) -> Collection[str]:
-    """The sites whose results an update reads; they are summed over micro-batches."""
+    """Return the names of the nodes outside the update whose results the update reads.
+
+    These results are gradients, which are summed over micro-batches.
+    """
     sites, links = planning.space.sites, planning.space.links
     return {link.tail for link in links if sites[link.head].phase == UPDATE and sites[link.tail].phase != UPDATE}
 
 
 def _is_sum(strategy: Strategy) -> bool:
-    """Whether all results are whole, or partial sums."""
+    """Whether all results of a strategy are whole or partial sums, and no partial maxima or products."""
     return all(reduction is Reduction.SUM for spec in strategy.outputs for _, reduction in spec.partial)

@@ -37,9 +37,9 @@ class DrawnProgram:
 
     Args:
         model: the module; equal sources have equal parameters.
-        inputs: positional example inputs; for a whole step, those of all its micro-batches.
-        source: Python code that defines the others.
-        whole_step: the training step, if it is part of the program.
+        inputs: positional example inputs; for a whole step, the inputs of all its micro-batches.
+        source: Python code that defines `model`, `inputs` and `whole_step`.
+        whole_step: the training step; None if the program is a call of the model.
     """
 
     model: nn.Module
@@ -54,7 +54,7 @@ class DrawnProgram:
 def programs(
     *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False, draws: bool = False
 ) -> st.SearchStrategy[DrawnProgram]:
-    """Small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and perhaps a loss.
+    """Draw small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and perhaps a loss.
 
     Args:
         max_blocks: largest number of blocks between input and loss.
@@ -72,7 +72,7 @@ def programs(
 
 
 def run_source(source: str) -> DrawnProgram:
-    """The program that `source` defines; the global random state is restored.
+    """Run `source`, and return the program that it defines. The global random state is restored.
 
     Example:
         >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
@@ -98,7 +98,10 @@ def _draw_program(
 
 
 def _blocks(parts: int, *, draws: bool) -> Sequence[_Step]:
-    """The blocks that may be drawn. With micro-batches, only blocks that treat each sample separately."""
+    """Return the blocks that may be drawn for `parts` micro-batches; `draws`: also blocks that draw random numbers.
+
+    With several micro-batches, the blocks treat each sample separately.
+    """
     if parts > 1:
         return [block for block in BLOCKS if block not in (batch_norm, reduction, running_mean)]
     return (*BLOCKS, random_numbers) if draws else BLOCKS
@@ -111,11 +114,14 @@ _OPTIMIZERS = (
     "torch.optim.AdamW, lr=0.01, eps=0.01",
     "torch.optim.AdamW, lr=0.01, eps=0.01, amsgrad=True",
 )
-"""With a small epsilon, Adam would divide noise by its own size where a gradient is almost zero."""
+"""Optimizers to draw from, as source code.
+
+Adam's epsilon is large. With a small epsilon, Adam divides noise by its own size if a gradient is almost zero.
+"""
 
 
 def _draw_step(draw: Draw, parts: int) -> list[str]:
-    """The lines that define `whole_step`."""
+    """Draw an optimizer and clipping; return the lines of code that define `whole_step` with `parts` micro-batches."""
     optimizer, limit = draw(st.sampled_from(_OPTIMIZERS)), draw(st.sampled_from((None, 0.5)))
     return [
         "",
@@ -136,13 +142,13 @@ def _start(draw: Draw, uneven: bool | None, parts: int) -> SourceWriter:
 
 
 def _enter_features(draw: Draw, writer: SourceWriter) -> None:
-    """The input is the hidden value itself."""
+    """Begin the model with an input `x` of floats, which is `h` itself."""
     h = writer.input("x", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"h = {h}")
 
 
 def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
-    """The input is token ids, with an embedding, and perhaps an embedding of positions."""
+    """Begin the model with token ids and their embedding, and perhaps an embedding of positions."""
     tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("embed", f"nn.Embedding({_VOCABULARY}, {writer.width})")
     writer.embedding_width = writer.width
@@ -153,18 +159,21 @@ def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_mean(draw: Draw, writer: SourceWriter) -> None:
-    """A scalar from all elements."""
+    """End the model with a scalar loss: a mean of `h`, a mean of its squares, or a scaled sum."""
     writer.line(draw(st.sampled_from(("return h.mean()", "return (h * h).mean()", "return h.sum() * 0.1"))))
 
 
 def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
-    """Mean squared error to a target."""
+    """End the model with the mean squared error of `h` to a target."""
     target = writer.input("target", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"return F.mse_loss(h, {target})")
 
 
 def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
-    """Cross-entropy over a vocabulary; the head may be tied to the embedding if the widths are equal."""
+    """End the model with a head and the cross-entropy over a vocabulary.
+
+    The head's weight may be tied to the embedding if their widths are equal.
+    """
     target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
     if writer.embedding_width == writer.width and draw(st.booleans()):
@@ -178,7 +187,7 @@ def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_hidden(draw: Draw, writer: SourceWriter) -> None:
-    """The hidden value is the output; there is no loss."""
+    """End the model by returning `h`, without a loss."""
     writer.line("return h")
 
 

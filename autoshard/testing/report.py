@@ -1,4 +1,4 @@
-"""The report of a comparison of a mesh with one device."""
+"""`CheckReport`: the values that a mesh computed, compared with the values of one device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from autoshard.errors import VerificationError
 from autoshard.ir.plan import Plan
 
 ABSOLUTE_FLOOR = 1e-6
-"""Differences below this are rounding, at any scale of the values."""
+"""An absolute difference up to this counts as rounding, at any scale of the values."""
 
 TOLERANCE = 1e-5
-"""Differences relative to the largest element of a value that are rounding in float32."""
+"""The largest difference that counts as rounding in float32, relative to the largest element of a value."""
 
 PRECISE_TOLERANCE = 1e-9
-"""Differences relative to the largest element of a value that are rounding in float64; in float32 it is 1e-7."""
+"""The largest difference that counts as rounding in float64, relative to the largest element of a value.
+
+One rounding in float32 is about 1e-7.
+"""
 
 SAMPLES = 4
-"""The number of runs on nearly equal numbers, if one device's own error does not explain a difference."""
+"""At most this many runs of one device on nearly equal numbers sample its rounding error, while a value differs."""
 
 ROUNDING_FACTOR = 4.0
 """A mesh sums in another order than one device, so its rounding error may be larger by this factor."""
@@ -31,11 +34,11 @@ class Comparison:
     """One value on the mesh beside the same value on one device.
 
     Args:
-        name: "output:0", "gradient layers.0.weight", "parameter layers.0.weight".
+        name: for example "output:0", "gradient layers.0.weight" or "parameter layers.0.weight".
         difference: largest absolute difference of an element; infinite if one of the values is missing.
         scale: largest absolute value of an element on one device.
-        rounding: largest error of one device itself, compared with a more precise run; 0 without such a run. One or
-            more runs sample it.
+        rounding: largest error of an element on one device, compared with a more precise run of one device, over all
+            sampled runs. It is 0 without a more precise run.
     """
 
     name: str
@@ -48,7 +51,12 @@ class Comparison:
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
-        """Add a sample of the rounding: one device's values for nearly equal numbers."""
+        """Return the comparison with one more sample of the rounding error.
+
+        Args:
+            nearby: one device's values for nearly equal parameters and inputs, by name.
+            exact: the values of a more precise run, by name.
+        """
         if self.name not in nearby or self.name not in exact:
             return self
         return replace(self, rounding=max(self.rounding, _distance(nearby[self.name], exact[self.name])))
@@ -62,10 +70,10 @@ class CheckReport:
         plan: the plan.
         comparisons: each value beside that of one device.
         tolerance: see `Comparison.is_close`.
-        small_failure: if something differs, code of the shortest part of the program that was found to differ; ""
-            if no part was found.
-        precisely: each value by the same specs in a more precise dtype, beside one device in that dtype. It is empty
-            unless something differs by more than samples of one device's rounding explain.
+        small_failure: code of the shortest part of the program that was found to differ; "" if no value differs, or no
+            part was found.
+        precisely: the comparisons of a run by the same specs in a more precise dtype with one device in that dtype. It
+            is empty unless a value differs by more than one device's rounding errors explain.
     """
 
     plan: Plan
@@ -89,11 +97,12 @@ class CheckReport:
     def sampled(
         self, run_nearby: Callable[[int], Mapping[str, torch.Tensor]], exact: Mapping[str, torch.Tensor]
     ) -> CheckReport:
-        """Add the rounding of more runs of one device, while something differs.
+        """Add rounding errors from up to `SAMPLES` more runs of one device, while a value differs.
 
         Args:
-            run_nearby: returns one device's values for nearly equal numbers, other ones for each argument.
-            exact: the values of a more precise run.
+            run_nearby: takes the number of a run; returns one device's values, by name, for parameters and inputs that
+                are moved by one rounding. Each number moves them in other directions.
+            exact: the values of a more precise run, by name.
         """
         report = self
         for number in range(SAMPLES):
@@ -138,6 +147,6 @@ def compare(
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of an element; infinite if one is not a number."""
+    """Return the largest absolute difference of two tensors' elements; infinite if one is NaN."""
     difference = (first.detach().double() - second.detach().double()).abs().max()
     return float(difference.nan_to_num(float("inf")))

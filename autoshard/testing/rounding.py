@@ -1,4 +1,4 @@
-"""Numbers that are one rounding away: one device's results for them show how far rounding may change a result."""
+"""Move numbers by one rounding. One device's results for moved numbers show how far rounding may change a result."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch.utils import _pytree as pytree
 
 
 def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
-    """Move each element of a tree's floating tensors by one rounding, up or down; `number` seeds the directions.
+    """Return a tree of values whose floating tensors have each element moved by one rounding, up or down.
 
-    `eps`: the spacing of numbers at 1 in the compute dtype, if it is narrower than the tensors' own.
+    Args:
+        values: a tree of tensors and other values.
+        number: the seed of the directions.
+        eps: the machine epsilon of the compute dtype, if it is larger than that of the tensors' own dtypes.
     """
     generator = torch.Generator().manual_seed(number)
 

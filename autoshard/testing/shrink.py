@@ -1,10 +1,11 @@
-"""Shrink a plan that computes other numbers than one device to a few calls, written as code to run.
+"""Shrink a program that computes other numbers than one device to a few calls, written as a script.
 
 1. The failing program runs on one device, and each value is recorded.
-2. Bisection finds its shortest beginning that differs, and the shortest ending of that. Then calls are removed one by
-   one while the rest differs. Values that a part reads from outside are its inputs.
-3. A part is tried as it will be printed: as the source of a module that makes the calls. The module is traced, planned
-   with the specs of the failing plan, lowered, run on the simulator, and compared with the module itself.
+2. A part is a list of the program's calls; values that it reads from other calls are its inputs. Bisection finds the
+   shortest beginning of the program that differs, and then the shortest ending of this beginning. Then calls are
+   removed one by one while the rest differs.
+3. To try a part, the source of a module that makes its calls is written, as it will be printed. The module is traced,
+   planned with the specs of the failing plan, lowered, run on the simulator, and compared with the module itself.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from autoshard.tracing.operators import defining_module
 from passes.strategies.enumerate_strategies import resolve
 
 _LITERAL_ELEMENTS = 64
-"""The most integers that are printed one by one; of larger tensors only the range is kept."""
+"""A tensor of at most this many integers is printed element by element. A larger tensor is drawn from its range."""
 
 Given = Mapping[tuple[str, str], Tensor]
 """The values of a program's inputs by kind and name; other inputs are drawn."""
 
 
 def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
-    """Code that fails as `plan` does, or "" if no part of the program differs by itself.
+    """Return a short script that fails as `plan` does, or "" if no part of the program differs by itself.
 
     Args:
-        program: the program as it was lowered, with the plan's recomputed values.
+        program: the traced program as it was lowered, with the plan's recomputed values.
         plan: the plan of this program.
         given: values of its inputs.
     """
@@ -59,7 +60,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
-    """Record each value on one device."""
+    """Run the program on one device, and return the value of each node."""
     drawing = torch.Generator().manual_seed(0)
     values = [
         given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
@@ -72,7 +73,11 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 
 
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
-    """A value for an input that is not given: tangents are normal, optimizer state and options between 0 and 1."""
+    """Draw a value for an input that is not given.
+
+    Gradients of outputs (tangents) are normal. Other floats, such as optimizer state, lie between 0 and 1. Integers
+    are 1.
+    """
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
     draw = torch.randn if kind is InputKind.TANGENT else torch.rand
@@ -86,7 +91,7 @@ class _Shrinking:
     known: dict[str, bool] = field(default_factory=dict)
 
     def smallest(self, calls: Sequence[fx.Node]) -> Sequence[fx.Node]:
-        """A small part of the differing `calls` that differs too."""
+        """Return a small part of the differing `calls` that differs too, when it runs by itself."""
         end = _first(len(calls), lambda count: self.differs(calls[: count + 1])) + 1
         start = _first(end, lambda count: self.differs(calls[end - count - 1 : end])) + 1
         found = list(calls[end - start : end])
@@ -104,7 +109,7 @@ class _Shrinking:
         return self.known[source]
 
     def source(self, calls: Sequence[fx.Node]) -> str:
-        """A part as code to run."""
+        """Return a script that makes `calls` with recorded inputs and checks them under the plan's specs."""
         part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
         lines = [
@@ -138,7 +143,7 @@ class _Shrinking:
         return "\n".join(lines)
 
     def _spec(self, node: fx.Node) -> PartitionSpec:
-        """The spec of a value where it is computed, in the plan."""
+        """Return the spec with which the plan computes the value of `node`."""
         source, result = resolve(node)
         return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
 
@@ -147,7 +152,10 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _imports(calls: Sequence[fx.Node]) -> list[str]:
-    """Imports that define the users' operators among calls, and their rules; a comment if none is known."""
+    """Return the import lines for the users' operators among `calls` and for their rules.
+
+    An operator without a known module gets a comment in place of an import.
+    """
     found: dict[str, None] = {}
     for target in dict.fromkeys(call.target for call in calls):
         if not isinstance(target, OpOverload) or target.namespace in _OWN_NAMESPACES:
@@ -169,7 +177,10 @@ def _may_be_imported(name: str) -> bool:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first number for which `holds` is true; it is true for the last number, and monotone."""
+    """Return the first number below `count` for which `holds` is true, by bisection.
+
+    From that number on, `holds` is true for all numbers. It is not called for the last number.
+    """
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -181,7 +192,7 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _fails(source: str) -> bool:
-    """Whether code runs and finds a difference."""
+    """Whether a script of `_Shrinking.source` runs and finds a difference."""
     try:
         part = run_code(source)
         return not check_calls(*(part[name] for name in ("model", "mesh", "inputs", "given", "calls"))).is_equal
@@ -191,13 +202,13 @@ def _fails(source: str) -> bool:
 
 @dataclass(slots=True)
 class _Statements:
-    """Some calls of a program as statements.
+    """Some calls of a program as Python statements.
 
     Args:
         calls: the calls, in program order.
-        inputs: the values that they read from outside.
+        inputs: the values that the calls read and do not compute.
         lines: the statements.
-        results: the values that no call among them reads.
+        results: the computed values that no call among `calls` reads.
     """
 
     calls: Sequence[fx.Node]
@@ -226,7 +237,7 @@ def _tuple_text(items: Iterable[str]) -> str:
 
 
 def _held(node: fx.Node) -> fx.Node:
-    """The node of a value, skipping identity functions."""
+    """Return the node that computes a value: skip identity nodes (`fan_out`)."""
     while node.target is fan_out:
         (node,) = node.all_input_nodes
     return node
@@ -255,7 +266,10 @@ def _is_finite(number: float) -> bool:
 
 
 def _value_text(value: Tensor) -> str:
-    """An expression for a similar value: integers are kept, and shape, dtype and sign of real numbers."""
+    """Return code for a similar tensor. It keeps the values of few integers, and the range of many.
+
+    Floats are drawn anew, with the same shape and dtype; they are positive if all were positive.
+    """
     shape = list(value.shape)
     if value.dtype is torch.bool:
         return f"torch.rand({shape}) > 0.5"

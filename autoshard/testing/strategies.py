@@ -20,7 +20,7 @@ AXIS_NAMES = ("data", "model", "expert", "stage")
 
 @st.composite
 def meshes(draw: st.DrawFn, *, max_axes: int = 3, max_ranks: int = 8) -> Mesh:
-    """Meshes with up to `max_axes` axes and `max_ranks` ranks, including axes of size one.
+    """Draw meshes with up to `max_axes` axes and `max_ranks` ranks, including axes of size one.
 
     Example:
         >>> from hypothesis import find
@@ -42,14 +42,15 @@ def specs(
     reductions: Sequence[Reduction] = tuple(Reduction),
     mesh_order: bool = False,
 ) -> PartitionSpec:
-    """Specs of tensors with `ndim` dims on `mesh`.
+    """Draw specs of tensors with `ndim` dims on `mesh`.
 
     Args:
         draw: Hypothesis's function.
         mesh: the mesh; None draws one.
         ndim: the number of dims; None draws it, up to three.
-        reductions: the reductions to draw from; one holds for all partial axes. Empty: values are whole.
-        mesh_order: whether the axes of a dim are in the order of the mesh, as torch placements need.
+        reductions: the reductions to draw from. All partial axes of a spec have the same reduction. Empty: no axis is
+            partial.
+        mesh_order: whether the axes of a dim are in the order of the mesh, which torch placements require.
     """
     mesh = draw(meshes()) if mesh is None else mesh
     ndim = draw(st.integers(0, 3)) if ndim is None else ndim
@@ -70,7 +71,7 @@ def specs(
 def shapes(
     *, min_dims: int = 0, max_dims: int = 3, min_size: int = 1, max_size: int = 9
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Small shapes, many of whose dims are smaller than, or not divisible by, the axes that split them.
+    """Draw small shapes. Many of their dims are smaller than a mesh axis, or not divisible by its size.
 
     Example:
         >>> from hypothesis import find
@@ -83,7 +84,7 @@ def shapes(
 
 @st.composite
 def clusters(draw: st.DrawFn, *, max_nodes: int = 4, max_devices: int = 8) -> Cluster:
-    """Clusters of up to `max_devices` devices of one kind, on one node or on several with a possibly slow network.
+    """Draw clusters of up to `max_devices` equal devices, on one node or on several nodes with a fast or slow network.
 
     Example:
         >>> from hypothesis import find
@@ -104,7 +105,9 @@ _NODES = ("h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "mi300x", "l4", "cpu_la
 def schedules(
     draw: st.DrawFn, *, max_ranks: int = 4, max_micro_batches: int = 9, max_virtual_stages: int = 3
 ) -> PipelineOrder:
-    """The tasks of each pipeline rank in a step, including sends and receives, under any schedule of torch's.
+    """Draw the tasks of each pipeline rank in a step, including sends and receives.
+
+    The schedule is any of `SCHEDULES` that admits the drawn numbers of ranks, micro-batches and virtual stages.
 
     Example:
         >>> from hypothesis import find

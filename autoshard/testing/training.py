@@ -1,4 +1,4 @@
-"""Training for some steps on one device or a mesh, and the results that a user can see, for `check_plan` to compare."""
+"""Train for some steps on one device or a mesh, and collect the results that a user can see, for `check_plan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ from autoshard.tracing.semantic import keep_operators_whole
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The inputs, steps and optimizer of a training; `draws`: the model draws random numbers."""
+    """The conditions of a training.
+
+    Args:
+        args, kwargs: the inputs of every step.
+        steps: the number of optimizer steps.
+        make_optimizer: maps parameters to an optimizer, which runs outside the program.
+        whole_step: the step with its update inside the program; None: use `make_optimizer`.
+        draws: the model draws random numbers.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -39,12 +47,12 @@ class Training:
 
 
 def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer."""
+    """Return the default optimizer: SGD with learning rate 0.01."""
     return torch.optim.SGD(parameters, lr=0.01)
 
 
 def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
-    """The arguments of `compile` for a whole step."""
+    """Return the keyword arguments of `compile` for a whole step of `model`."""
     return {
         "optimizer": whole_step.make_optimizer(model.parameters()),
         "max_grad_norm": whole_step.max_grad_norm,
@@ -53,7 +61,13 @@ def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
 
 
 def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train, and return the results that a user can see, by name; `call` runs the network."""
+    """Train a network, and return the results that a user can see, by name.
+
+    Args:
+        network: holds the parameters and buffers.
+        call: takes the inputs of a step, runs the network, and returns its outputs.
+        training: the inputs, steps and optimizer.
+    """
     if training.whole_step is not None:
         return _train_whole(network, call, training, training.whole_step)
     has_gradients = any(parameter.requires_grad for parameter in network.parameters())
@@ -73,7 +87,7 @@ def train(network: nn.Module, call: Callable[..., Any], training: Training) -> d
 def _train_whole(
     network: nn.Module, call: Callable[..., Any], training: Training, whole_step: WholeStep
 ) -> dict[str, torch.Tensor]:
-    """Train on one device: the loss of the whole batch, clipping, the update."""
+    """Train on one device by whole steps: the loss of the whole batch, clipping, the update. Return the results."""
     optimizer = whole_step.make_optimizer(network.parameters())
     seen: dict[str, torch.Tensor] = {}
     for _ in range(training.steps):
@@ -88,14 +102,14 @@ def _train_whole(
 
 
 def train_compiled(compiled: ShardedModule | TrainStep, training: Training) -> dict[str, torch.Tensor]:
-    """Train on the mesh."""
+    """Train a compiled model or step on its mesh, and return the results by name; see `train`."""
     if isinstance(compiled, TrainStep):
         return _run_steps(compiled, training)
     return train(compiled, compiled, training)
 
 
 def _run_steps(step: TrainStep, training: Training) -> dict[str, torch.Tensor]:
-    """Train on the mesh by whole steps."""
+    """Train on the mesh by whole steps; return the loss of the last step and the state after it, by name."""
     seen: dict[str, torch.Tensor] = {}
     for _ in range(training.steps):
         seen["loss"] = step(*training.args, **training.kwargs)
@@ -117,18 +131,18 @@ def _state_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str,
 
 
 def train_alone(model: nn.Module, precision: str | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train a model on one device, with the casts of a precision."""
+    """Train a model on one device, with the casts of a precision such as "bf16"; return the results by name."""
     narrow = None if precision is None else PRECISIONS[precision]
     return train_as_is(model, model if narrow is None else partial(run_in_precision, model, narrow), training)
 
 
 def train_as_is(model: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train on one device; it draws the same random numbers as ranks."""
+    """Train on one device, with the random numbers that the ranks of a mesh draw. Return the results by name."""
     return train(model, _drawing_in_turn(call) if training.draws else call, training)
 
 
 def _drawing_in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Run each call with the next seed, from the first one on."""
+    """Return a function that runs `call` with the next seed of the sequence that compiled models use."""
     seeds = SeedSequence()
 
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +160,10 @@ def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
 
 
 def train_nearby(model: nn.Module, precision: str | None, training: Training, number: int) -> dict[str, torch.Tensor]:
-    """`train_alone` for a copy of the model whose parameters and inputs are each one rounding away."""
+    """Run `train_alone` on a copy of the model, with parameters and inputs that are each moved by one rounding.
+
+    `number` seeds the directions.
+    """
     eps = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
     moved = copy.deepcopy(model)
     with torch.no_grad():
@@ -158,13 +175,13 @@ def train_nearby(model: nn.Module, precision: str | None, training: Training, nu
 
 
 def train_precisely(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """`train` for a copy of the model, with the model and its inputs in another floating dtype, or in their own."""
+    """Train a copy of the model on one device in the floating dtype `dtype` (None: its own); return the results."""
     precise, training = in_type(model, dtype, training)
     return train_as_is(precise, precise, training)
 
 
 def in_type(model: nn.Module, dtype: torch.dtype | None, training: Training) -> tuple[nn.Module, Training]:
-    """Copies of a model and its training in another floating dtype; None keeps the dtypes."""
+    """Return a copy of a model, and its training, with floats cast to `dtype`; None keeps the dtypes."""
     same = copy.deepcopy(model)
     if dtype is None:
         return same, training
@@ -177,7 +194,7 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """The first scalar with a gradient, or a sum of all outputs with different weights for the elements."""
+    """Return the first scalar output with a gradient; else a sum of all outputs with a different weight per element."""
     differentiable = [output for output in outputs if output.requires_grad]
     for output in differentiable:
         if output.ndim == 0:

@@ -1,4 +1,4 @@
-"""A whole training step as one program, for `check_plan` and drawn programs."""
+"""`WholeStep`: a description of a training step that is one program, for `check_plan` and drawn programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WholeStep:
     micro_batches: int = 1
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each micro-batch."""
+        """Return the positional and keyword arguments of each micro-batch."""
 
         def part(item: Any, index: int) -> Any:
             is_cut = isinstance(item, torch.Tensor) and item.dim() > 0
@@ -44,7 +44,7 @@ class WholeStep:
         ]
 
     def update(self, model: nn.Module) -> Update:
-        """The optimizer's update of a model, as data."""
+        """Return a description of the optimizer's update of `model`, from which the update is traced."""
         optimizer = self.make_optimizer(model.parameters())
         return describe_update(optimizer, names_of(model.named_parameters()), self.max_grad_norm)
 
@@ -56,7 +56,7 @@ def trace_training(
     whole_step: WholeStep | None,
     dtype: torch.dtype | None = None,
 ) -> Program:
-    """The program of a call, or of a micro-batch of a whole step; `dtype` is the compute dtype, see `trace`."""
+    """Trace a call of `model`, or the first micro-batch of a whole step; `dtype` is the compute dtype of `trace`."""
     if whole_step is None:
         return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
     part, named = whole_step.cut(args, kwargs)[0]

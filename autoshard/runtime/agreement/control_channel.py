@@ -1,9 +1,11 @@
-"""Messages among ranks through the store of their run. A time limit applies, which a working rank extends.
+"""`ControlChannel`: ranks send each other messages through the store of their run, within a time limit.
 
 Ranks exchange messages in turns. In each turn every rank sends one message, and all ranks receive all messages or raise
-the same error. The store carries the messages, not a collective. A waiting rank can read in the store which rank is
-missing, whether that rank shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the
-store that is written once: "all", or a text that names the missing ranks.
+the same error. A rank that works for long shows signs of life, and the other ranks wait for it beyond the time limit.
+
+The store carries the messages, and no collective does. So a waiting rank can read which rank is missing, whether it
+shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the store that is written
+once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _ALL_CAME = "all"
 _SLICE_S = 0.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LARGEST_PART = 4 * 2**20
-"""Bytes of a message per key. The store of `torchrun` fails for values above 8 MiB."""
+"""The most bytes of a message under one key. The store of `torchrun` fails for values above 8 MiB."""
 _COUNT = struct.Struct("<I")
-"""The number of parts, in front of the first part."""
+"""The format of the number of parts, which precedes the bytes of the first part."""
 
 
 class ControlChannel:
-    """Turns of messages among `ranks`, one of which is this process.
+    """Exchanges messages among `ranks` in turns. This process is one of them.
 
     Args:
         ranks: the ranks of the processes, in order.
@@ -103,7 +105,7 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """The message of a rank, whose first part says how many parts follow."""
+        """Return a rank's message: its `first` part, which begins with the number of parts, and the stored parts."""
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))
@@ -123,7 +125,10 @@ class ControlChannel:
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Whether a key exists, now or within a slice. The store's own wait would log each slice that passes."""
+        """Wait up to `_slice_s` seconds for a key of the store; return whether it exists.
+
+        The store's own wait would log a line for each time-out.
+        """
         end, pause_s = time.monotonic() + self._slice_s, _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= end:
@@ -165,7 +170,10 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """A part of the run's store for the next channel of `ranks`. Each rank numbers its channels in the same order."""
+    """Return a part of the run's store (a prefix of its keys) for the next channel of `ranks`.
+
+    All ranks make their channels in the same order, so they count to the same prefix.
+    """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]

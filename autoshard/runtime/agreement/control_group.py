@@ -1,8 +1,8 @@
-"""Agreement: all ranks hold the same facts, or all of them raise.
+"""`ControlGroup`: ranks compare facts, and all ranks raise the same error if the facts differ.
 
 Ranks that run different programs would hang, or compute wrong values. Before a program runs, each rank sends the other
-ranks a description of its next call; any difference is an error on every rank. If a rank never comes, every other rank
-raises an error within `Options(timeout_s=)`.
+ranks a description of its next call. If a rank never comes, every other rank raises an error within
+`Options(timeout_s=)`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class PieceFact:
     """The name of a fact that is compared only among the ranks that hold the same piece of a tensor.
 
     Args:
-        name: the name in messages.
-        place: a text that is equal on ranks with the same piece.
+        name: the fact's name in error messages.
+        place: a text that is equal on ranks with the same piece, and differs on other ranks.
     """
 
     name: str
     place: str
 
     def __str__(self) -> str:
-        """The name alone."""
+        """Return the name for error messages."""
         return self.name
 
 
 Facts = Mapping[str | PieceFact, str]
+"""Values that ranks compare, as text, by name: for example the shape of an input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class _Failed:
 
 
 class ControlGroup:
-    """The group of `ranks`, which agree on small values.
+    """Ranks that compare and share small Python values before they run programs.
 
     Args:
         ranks: the ranks of the processes, this process among them.
@@ -67,7 +68,10 @@ class ControlGroup:
 
     @cached_property
     def vectors(self) -> VectorExchange | None:
-        """A faster exchange of a few numbers, or None. All ranks must first read this property together."""
+        """A faster exchange of a few numbers, over direct connections; None if ranks cannot connect.
+
+        All ranks must first read this property together.
+        """
         found = connect(self.channel)
         if found is None and self.channel.rank == self.channel.ranks[0]:
             _LOGGER.warning(
@@ -134,7 +138,11 @@ class ControlGroup:
             yield
 
     def gather(self, value: T, action: str) -> list[T]:
-        """The value of each rank, in the order of ranks; `action` as for `agree`."""
+        """Return the value of each rank, in the order of ranks; `action` as for `agree`.
+
+        Raises:
+            RankMismatchError: a rank sent an error in place of a value (`telling_errors`).
+        """
         everyone = [pickle.loads(said) for said in self.channel.exchange(pickle.dumps(value), action)]
         failed = {rank: said.error for rank, said in zip(self.channel.ranks, everyone, strict=True) if _is_failed(said)}
         if failed:
@@ -161,5 +169,8 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """The values of all ranks under a name; of a `PieceFact`, the values of the ranks that have it."""
+    """Return the values of a fact on all ranks: None for a rank without it.
+
+    For a `PieceFact`, ranks without it are left out.
+    """
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

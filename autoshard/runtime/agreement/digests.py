@@ -1,9 +1,10 @@
 """Digests of tensors' bits. Equal tensors have equal digests on every rank; swapping two elements changes the digest.
 
-A digest is a multilinear hash (Carter and Wegman 1979, section 3). It reads the tensor's memory as 64-bit words,
-multiplies each word by the odd pseudo-random number of its position, and sums the products modulo 2^64.
+A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). It reads the tensor's memory as
+64-bit words, multiplies each word by the odd pseudo-random number of its position, and sums the products modulo 2^64.
 A tensor longer than the table of numbers is hashed block by block, and then the digests of its blocks are hashed.
-Samples on the CPU are small; BLAKE2 hashes them as bytes, because starting operators would take longer.
+
+Samples of tensors on the CPU are hashed by BLAKE2, because starting torch's operators takes longer for few bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 
 _BLOCK = 1 << 11
 _AT_ONCE = 1 << 9
-"""The number of blocks hashed at once: products of 8 MiB."""
+"""The number of blocks hashed at once. Their products take 8 MiB."""
 
 _MASK = (1 << 64) - 1
 _WORD = torch.int64
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as a row of 64-bit words; zeros fill up the last word.
+    """Return the memory of a tensor as a row of 64-bit words; zeros fill up the last word.
 
     Returns:
         An int64 tensor, [bytes / 8]; a view if `tensor` is contiguous and its bytes are whole, aligned words.
@@ -44,7 +45,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_words(words: torch.Tensor) -> torch.Tensor:
-    """The digest of a row of words: a 0-dim int64 tensor on the same device."""
+    """Return the digest of a row of int64 words as a 0-dim int64 tensor on the same device."""
     count = words.numel()
     if count <= _BLOCK:
         return (words * table_on(words.device).narrow(0, 0, count)).sum()
@@ -55,16 +56,17 @@ def digest_of_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's shape, dtype and every element, as text."""
+    """Return a digest of a tensor's shape, dtype and every element, as 16 hexadecimal digits."""
     value = 0 if tensor.is_meta else int(digest_of_words(words_of(tensor)))
     return hex_of(digest_of_text(f"{tuple(tensor.shape)} {tensor.dtype} {value}"))
 
 
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
-    """A digest of tensors on one device: the sum of all their words, and a sample of at most `most` bytes of each.
+    """Return a digest of tensors on one device, from the sum of each tensor's words and a sample of its bytes.
 
-    A changed value changes the sum. Values in another order leave the sum as it is; the sample notices them if they
-    are among its bytes. Each `turn` samples other bytes.
+    A tensor of at most `most` bytes is hashed whole. For a larger tensor, the digest covers the sum of all words and a
+    sample of at most `most` bytes. Swapped values leave the sum as it is; the sample shows them if it covers them.
+    Each `turn` samples other bytes.
 
     Returns:
         On the CPU, an integer: a hash of bytes. On other devices, a 0-dim int64 tensor.
@@ -79,7 +81,7 @@ def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> 
 
 
 def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """At most `most` words, spread over the whole row; each turn takes other words."""
+    """Return at most `most` of the words, spread over the whole row; each turn takes other words."""
     if len(words) <= most:
         return words
     rows, length, start, width = _spread(len(words), most, turn)
@@ -94,20 +96,24 @@ def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt
 
 
 def _sum_of_words(memory: npt.NDArray[np.uint8]) -> bytes:
-    """The sum of the 64-bit words modulo 2^64, and the bytes after the last word."""
+    """Return the sum of the memory's 64-bit words modulo 2^64, followed by the bytes after the last whole word."""
     whole = len(memory) // 8 * 8
     return memory[:whole].view(np.uint64).sum().tobytes() + memory[whole:].tobytes()
 
 
 def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
-    """A sample's layout: the number of rows, their length, and the start and width of the sample in each row."""
+    """Return the layout of a sample of at most `most` among `count` items.
+
+    The items are cut into equal rows, and the sample has the same columns of each row. The result is the number of
+    rows, their length, and the first column and the number of columns of the sample.
+    """
     rows = min(_PIECES, most)
     width, length = most // rows, count // rows
     return rows, length, turn * width % (length - width + 1), width
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a tensor as bytes on the CPU; a view if the tensor is contiguous."""
+    """Return the memory of a tensor as bytes on the CPU, [bytes]; a view if possible."""
     known = (
         tensor
         if tensor.dtype in _OF_NUMPY
@@ -117,7 +123,7 @@ def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def digest_of_bytes(pieces: Iterable[Any]) -> int:
-    """A digest of the buffers in order, which fits in an int64 and is the same in every process."""
+    """Return a digest of buffers in their order. It fits in an int64, and is the same in every process."""
     found = hashlib.blake2b(digest_size=8)
     for piece in pieces:
         found.update(piece)
@@ -125,17 +131,17 @@ def digest_of_bytes(pieces: Iterable[Any]) -> int:
 
 
 def digest_of_text(text: str) -> int:
-    """A digest of a text, which fits in an int64 and is the same in every process."""
+    """Return a digest of a text. It fits in an int64, and is the same in every process."""
     return digest_of_bytes([text.encode()])
 
 
 def combine(digests: Sequence[int]) -> int:
-    """Combine digests, in their order, into one that fits in an int64."""
+    """Combine digests, in their order, into one digest that fits in an int64."""
     return digest_of_text(",".join(map(str, digests))) if len(digests) != 1 else digests[0]
 
 
 def hex_of(digest: int) -> str:
-    """A digest as 16 hexadecimal digits."""
+    """Return a digest as 16 hexadecimal digits."""
     return f"{digest & _MASK:016x}"
 
 
@@ -147,7 +153,10 @@ _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torc
 
 @cache
 def table_on(device: torch.device) -> torch.Tensor:
-    """Odd pseudo-random numbers, the same on every rank: 16 KiB per device for the life of the process."""
+    """Return `_BLOCK` odd pseudo-random int64 numbers on a device, the same on every rank.
+
+    They take 16 KiB per device for the life of the process.
+    """
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)
     drawn = torch.randint(bounds.min, bounds.max, (_BLOCK,), generator=generator, dtype=_WORD, device="cpu")

@@ -1,4 +1,4 @@
-"""Numbers computed on devices, read without waiting for the device: an accelerator's numbers arrive one call later."""
+"""Read numbers that a device computes without waiting for the device: they arrive on the host one call later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ BEFORE = " of the call before"
 
 @dataclass(frozen=True, slots=True)
 class _OnTheirWay:
-    """Numbers that are being copied to the host, by name."""
+    """Numbers that are being copied to the host.
+
+    Args:
+        names: the name of each number.
+        values: the numbers in pinned host memory, int64.
+        arrived: an event that the device records after the copy.
+    """
 
     names: tuple[PieceFact, ...]
     values: torch.Tensor
@@ -23,16 +29,18 @@ class _OnTheirWay:
 
 
 class LateNumbers:
-    """Reads numbers that an accelerator computes, one call later."""
+    """Reads numbers at each call; a number that an accelerator computes is returned at the next call."""
 
     def __init__(self) -> None:
         self._before: _OnTheirWay | None = None
 
     def read(self, numbers: Mapping[PieceFact, int | torch.Tensor]) -> dict[PieceFact, int]:
-        """The numbers known now: the host's numbers, and the accelerator's numbers of the previous call.
+        """Return the integers of this call, and the accelerator's numbers of the previous call.
+
+        The names of the previous call's numbers end with `BEFORE`.
 
         Args:
-            numbers: integers, or 0-dim int64 tensors on an accelerator.
+            numbers: by name: integers, or 0-dim int64 tensors on an accelerator.
         """
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}

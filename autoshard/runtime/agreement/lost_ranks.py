@@ -1,8 +1,8 @@
 """If a rank stops in mid-step, the other ranks end with one clear error.
 
-The backend tells a rank at once that the process it communicates with is gone. That rank then ends with an error, so
-the ranks that wait for it hear of it in turn. If a process runs but does not come, ranks wait as long as
-`init_process_group(timeout=...)` allows. The default is 30 minutes with Gloo and 10 with NCCL.
+The backend tells a rank at once if the process with which it communicates is gone. The rank then ends with an error,
+so the ranks that wait for it end in turn. If a process runs but does not communicate, ranks wait as long as
+`init_process_group(timeout=...)` allows. The default is 30 minutes with Gloo and 10 minutes with NCCL.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from autoshard.errors import LostRankError
 
 _GLOO = "gloo"
-"""Gloo raises plain `RuntimeError`s; their text names its source file."""
+"""A part of the text of Gloo's errors, which are plain `RuntimeError`s: the text names Gloo's source file."""
 
 
 @contextlib.contextmanager

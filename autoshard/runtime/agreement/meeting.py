@@ -57,7 +57,7 @@ def refuse_a_kept_store(store: dist.Store) -> None:
 
 
 def _is_of_launcher_alone(store: dist.Store) -> bool:
-    """Whether the keys of a process group are in the launcher's store, under no prefixes but torch's."""
+    """Whether `store` keeps its keys directly in the launcher's store, with no prefix but torch's own."""
     kept = store
     while isinstance(kept, dist.PrefixStore):
         kept = kept.underlying_store
@@ -71,7 +71,10 @@ def _is_of_launcher_alone(store: dist.Store) -> bool:
 
 
 _PREFIXES_OF_TORCH = ("default_pg/0//", "0//")
-"""Torch's prefixes: with the default store, and with a passed one. Torch below 2.13 puts the attempt in front."""
+"""Torch's prefixes of keys, for its default store and for a store that was passed to `init_process_group`.
+
+Torch below 2.13 puts the number of the attempt in front.
+"""
 
 
 def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
@@ -89,7 +92,7 @@ def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
 
 
 def meet_in(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
-    """The token of this process's attempt; see `meet`."""
+    """Meet the other ranks in `store`, as in the module's docstring, and return the token of the attempt."""
     number = secrets.token_hex(8)
     store.append(_CAME, f"{rank} {number}\n")  # type: ignore[attr-defined]  (torch's stubs lack it)
     return _lead(store, number, ranks, timeout_s) if rank == 0 else _follow(store, rank, number, timeout_s)
@@ -142,7 +145,7 @@ def _lines(store: dist.Store, key: str) -> list[str]:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """The text under a key; empty if the key is missing."""
+    """Return the text under a key; an empty string if the key is missing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

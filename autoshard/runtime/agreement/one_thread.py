@@ -1,6 +1,6 @@
-"""One thread at a time, because ranks that are processes must make the same calls in the same order.
+"""Lets one thread at a time call a compiled model, because all ranks must make the same calls in the same order.
 
-Two threads would take turns differently on each rank, so that collectives of different calls would be matched.
+Two threads would take turns differently on each rank, and ranks would match collectives of different calls.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autoshard.errors import NotAvailableError
 
 
 class OneThread:
-    """A context for one thread of this process, which may enter it repeatedly. A second thread raises an error.
+    """A context that one thread may enter, repeatedly if it wishes. Meanwhile another thread that enters gets an error.
 
     Example:
         >>> within = OneThread()

@@ -1,4 +1,4 @@
-"""A watch over parameters and buffers between calls: in-place changes, and values that differ between ranks."""
+"""Finds parameters and buffers that only some ranks changed in place between calls, or whose values differ by rank."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 SAMPLE = "values of parameters and buffers"
 
 _AT_ONCE = 8
-"""The number of tensors compared at a call."""
+"""At most this many tensors are compared at a call."""
 
 _ELEMENTS = 64
-"""The number of elements compared of each tensor."""
+"""At most this many elements of each tensor are compared."""
 
 
 class ParameterWatch:
-    """Watches tensors from their present sharding on.
+    """Computes numbers about tensors for ranks to compare, from the tensors' present sharding on.
 
     In-place changes show in torch's version counters. Writes through `.data` do not show there. To find them, each call
-    compares a few elements of a few tensors with the ranks that hold the same piece. Parameters of another stage have
-    versions too, because all ranks run the line that changes a parameter in place.
+    compares a few elements of a few tensors among the ranks that hold the same piece. Parameters of another pipeline
+    stage have versions too, because all ranks run the user's line that changes a parameter in place.
 
     Args:
-        named: parameters and buffers.
+        named: parameters and buffers with their names.
         ranks: the number of ranks, in all pipeline stages together.
     """
 
@@ -53,13 +53,16 @@ class ParameterWatch:
         return result
 
     def changes(self) -> int:
-        """A digest of the in-place changes of each tensor since the last call; 0 if there are none."""
+        """Return a digest of the number of in-place changes of each tensor since the last call; 0 without changes."""
         found, before = self._read_versions(), self._versions
         self._changes, self._versions = [*map(sub, found, before)], found
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """A digest of a few elements of a few tensors, new ones each turn; empty if no two ranks share a piece."""
+        """Return a digest of a few elements of a few tensors, under the fact's name; each turn takes other elements.
+
+        The result is empty if no two ranks hold the same piece of a tensor.
+        """
         if not self._groups:
             return {}
         place, rows = self._groups[turn % len(self._groups)]
@@ -70,7 +73,10 @@ class ParameterWatch:
         return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
-        """The elements that `sample` reads at a turn and at the previous turn, by the name of the group of tensors."""
+        """Return the elements that `sample` read at this turn and the previous turn, by the name of their tensor group.
+
+        A complex element gives two numbers.
+        """
         found: dict[str, list[float]] = {}
         for place, elements in map(self._elements_at, (turn - 1, turn)) if self._groups else ():
             real = torch.view_as_real(elements) if elements.is_complex() else elements
@@ -78,11 +84,14 @@ class ParameterWatch:
         return found
 
     def stop_sampling(self) -> None:
-        """Compare no more values."""
+        """From now on, `sample` returns nothing, so that values are no longer compared."""
         self._groups = []
 
     def facts(self) -> Facts:
-        """Facts that show which tensors differ: digests of all pieces, and change counts of tensors without copies."""
+        """Return facts that show which tensors differ, for the error message.
+
+        These are the digests of all pieces, and the number of in-place changes of each tensor that no other rank holds.
+        """
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
             PieceFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
@@ -92,24 +101,27 @@ class ParameterWatch:
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """The number of ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
+        """Return the number of ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
 
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
-        """The name of the group of tensors whose turn it is, and a few elements of each of its tensors."""
+        """Return the name of the tensor group whose turn it is, and a few elements of each of its tensors, joined."""
         place, rows = self._groups[turn % len(self._groups)]
         step = self._step(turn)
         return place, torch.cat([row.elements(step) for row in rows])
 
     def _step(self, turn: int) -> int:
-        """The first element to read at a turn, before wrapping around."""
+        """Return the index of the first element to read at a turn. An index beyond a tensor's size wraps around.
+
+        Each group has its turn once before the index moves on.
+        """
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
-        """Yield groups of a few tensors each, with a name for each group. Other ranks hold these tensors too.
+        """Yield groups of at most `_AT_ONCE` tensors that other ranks hold too, each group with a name.
 
         The tensors of a group agree in stage, device, dtype, and the part of the whole tensor that this rank holds.
         """
@@ -128,7 +140,10 @@ class ParameterWatch:
 
 
 class _WatchedPart:
-    """This rank's piece of a tensor as a flat view. A DTensor's view is reused while its local tensor is the same."""
+    """This rank's piece of a tensor, of which a few elements can be read.
+
+    It keeps a flat view of the piece. A DTensor's view is reused while its local tensor is the same object.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"
@@ -139,13 +154,13 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, step: int) -> torch.Tensor:
-        """A few elements from index `step` on."""
+        """Return at most `_ELEMENTS` elements from index `step` on; the index wraps around."""
         self._look()
         first, count = self._part(step)
         return self._flat.narrow(0, first, count)
 
     def memory(self, step: int) -> Any:
-        """The bytes of `elements`, for a tensor on the CPU."""
+        """Return the bytes of `elements(step)`, for a tensor on the CPU."""
         self._look()
         first, count = self._part(step)
         size = self._flat.itemsize
@@ -156,7 +171,7 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _look(self) -> None:
-        """Make the flat view anew if needed: a plain tensor may get new memory and stay the same object."""
+        """Make the flat view anew if needed. A plain tensor may get new memory and stay the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

@@ -1,4 +1,4 @@
-"""This rank's pieces of tensors, and the place of each piece on the mesh."""
+"""The piece of a tensor that this rank holds, and the place of the piece: which ranks hold the same piece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 WHOLE = str(())
-"""The place of a tensor that every rank holds whole."""
+"""The place, as text, of a tensor that every rank holds whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class TensorPiece:
 
     Args:
         local: the piece, or the whole tensor.
-        place: pairs of a mesh axis that splits the tensor and this rank's index on the axis. Ranks with equal places
-            hold equal pieces. Empty if every rank holds the whole tensor.
+        place: for each mesh axis that splits the tensor, the number of the axis and this rank's index along it. Ranks
+            with equal places hold the same piece. Empty if every rank holds the whole tensor.
     """
 
     local: torch.Tensor
@@ -34,7 +34,7 @@ class TensorPiece:
 
 
 def piece_of(tensor: torch.Tensor) -> TensorPiece:
-    """This rank's piece of a tensor. A plain tensor is the same on all ranks."""
+    """Return this rank's piece of a tensor. A plain tensor is the same on all ranks."""
     if not isinstance(tensor, DTensor):
         return TensorPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()
@@ -43,7 +43,7 @@ def piece_of(tensor: torch.Tensor) -> TensorPiece:
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
-    """The number of ranks, among `ranks`, that hold the same piece of a tensor. All ranks hold a plain tensor whole.
+    """Return how many of `ranks` ranks hold the same piece of a tensor. All ranks hold a plain tensor whole.
 
     For an input, `ranks` counts the ranks of all pipeline stages, because each stage has a copy of the input.
     """
@@ -57,12 +57,12 @@ def _cut_dims(tensor: DTensor) -> list[int]:
 
 
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
-    """The digest of each piece by the name of its tensor, to compare among the ranks that hold the piece."""
+    """Return the digest of this rank's piece of each tensor, as facts that ranks with the same piece compare."""
     pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
     return {PieceFact(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, by their names in messages."""
+    """Return the parameters and buffers of a model, each with its name in messages, such as `parameter 'a.weight'`."""
     parameters = [(f"parameter {name!r}", item) for name, item in model.named_parameters()]
     return [*parameters, *((f"buffer {name!r}", item) for name, item in model.named_buffers())]

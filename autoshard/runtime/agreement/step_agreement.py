@@ -7,11 +7,13 @@ before the first collective of its program:
    others are digests of the inputs' sum, a sample of the inputs, in-place changes of parameters, and a few elements of
    parameters and buffers. Each call samples other elements.
 2. Meanwhile, the rank gathers the inputs of the program.
-3. If numbers differ that should be equal, ranks exchange the facts behind them, and all raise one error.
+3. If numbers differ that should be equal, ranks exchange facts (the values behind the numbers), and raise one error.
 
 Sharded inputs and parameters are compared among the ranks that hold the same piece. Digests of tensors on an
-accelerator are compared one call later, so that no rank waits for its device. The first run of a program may compile
-kernels. So the calls after a compiled call are compared over the channel on which ranks show signs of life.
+accelerator are compared one call later, so that no rank waits for its device.
+
+Numbers travel over a fast exchange (`VectorExchange`). The first run of a program may compile kernels, for which ranks
+need different times. So after a compiled call, a few calls use the `ControlChannel`, on which ranks show signs of life.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class AgreedCall:
     """A call, in the form that ranks compare.
 
     Args:
-        key: equal for calls that may share a program.
+        key: a value that is equal for calls that may share a program.
         describe: returns a text of the call, for messages.
         hyperparameters: the optimizer's hyperparameters as text.
         tensors: the inputs by name; empty if no program is to run.
@@ -83,8 +85,8 @@ class _Posted:
         call: the call.
         state: whether the call compiles, runs a program or evaluates guards, as text.
         seed: the position in the sequence of seeds, as text.
-        values: digests of samples of tensors.
-        numbers: all of these as `LENGTH` numbers.
+        values: digests of samples of tensors, by name.
+        numbers: the `LENGTH` numbers that the rank sent: digests of all fields above.
     """
 
     call: AgreedCall
@@ -119,7 +121,7 @@ class StepAgreement:
         self._watch = ParameterWatch([], 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepAgreement:
-        """An agreement of the same ranks for the copy of a module, which has no optimizer."""
+        """Return an agreement of the same ranks for the copy of a module, which has no optimizer."""
         result = StepAgreement(self._control, self._check)
         result._seen, result._watch = set(self._seen), copy.deepcopy(self._watch, memo)
         return result
@@ -132,7 +134,7 @@ class StepAgreement:
         """Begin a call.
 
         Args:
-            key: equal for calls that may share a program.
+            key: a value that is equal for calls that may share a program.
             tensors: the inputs by name; empty if no program is to run.
             describe: returns a text of the call, for messages.
         """
@@ -142,7 +144,10 @@ class StepAgreement:
             self._has_met = False
 
     def meet_for_guards(self, seeds: SeedSequence) -> None:
-        """Agree on the call now, once per call: guards may gather the tensors that they read."""
+        """Compare the call now, once per call, before guards are evaluated.
+
+        Guards may gather the tensors that they read, so all ranks must evaluate them for the same call.
+        """
         if self._check is Check.ALWAYS and not self._has_met and self._call is not None:
             self._has_met = True
             self._post(replace(self._call, tensors={}), "asks guards", seeds.describe())
@@ -160,7 +165,7 @@ class StepAgreement:
             self._post(self._call, f"runs program {executable.digest}", seed)
 
     def _is_new(self, call: AgreedCall, executable: Executable) -> bool:
-        """Whether the program has not been compared before. Records it."""
+        """Record that this call runs this program; return whether this is the first time."""
         known = _identify(call, executable)
         is_new = known not in self._seen
         self._seen.add(known)
@@ -173,11 +178,11 @@ class StepAgreement:
             vectors.post(self._posted.numbers, partial(_action, call))
 
     def settle(self) -> None:
-        """Wait for the numbers of all ranks about the present call, if any were sent.
+        """Wait for the numbers of all ranks about the present call, if this rank has sent its numbers.
 
         Raises:
-            RankMismatchError: on every rank, if they disagree.
-            LostRankError: on every rank that is left, if one does not come in time.
+            RankMismatchError: on every rank, if ranks disagree.
+            LostRankError: on every remaining rank, if a rank does not come in time.
         """
         posted, self._posted = self._posted, None
         if posted is None:
@@ -210,7 +215,7 @@ class StepAgreement:
 
     @property
     def _vectors(self) -> VectorExchange | None:
-        """The fast exchange; None if there is none, or a rank may work for long."""
+        """The fast exchange; None if there is none, or if a rank may work for long at this call."""
         return None if self._patience or self._check is not Check.ALWAYS else self._ranks.vectors
 
     def _measure(self, call: AgreedCall, state: str, seed: str) -> _Posted:
@@ -229,19 +234,25 @@ class StepAgreement:
         return _Posted(call, state, seed, values, numbers)
 
     def _collect(self, posted: _Posted) -> list[Row]:
-        """The numbers of all ranks."""
+        """Return the numbers of all ranks, in the order of ranks."""
         if (vectors := self._vectors) is not None:
             return vectors.collect(partial(_action, posted.call))
         said = self._ranks.channel.exchange(array("q", posted.numbers).tobytes(), _action(posted.call))
         return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
-        """Use the channel for the next calls, or the fast exchange. All ranks are here and choose alike."""
+        """Choose the way of the next calls: the control channel after a compiled call, else the fast exchange.
+
+        All ranks call this together with the same argument.
+        """
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
         _ = self._vectors
 
     def _differ_by_rounding(self, rows: Sequence[Row], posted: _Posted) -> bool:
-        """Whether only parameter values differ, and by rounding: equal computations may round differently per rank."""
+        """Whether only values of parameters and buffers differ, and only by rounding. If so, stop comparing values.
+
+        Ranks may round equal computations differently.
+        """
         if not _are_alike([row[:_BEFORE_SAMPLE] for row in rows]):
             return False
         everyone = self._ranks.gather(self._watch.elements(posted.numbers[0]), _action(posted.call))
@@ -252,7 +263,7 @@ class StepAgreement:
         return True
 
     def _facts(self, posted: _Posted) -> Facts:
-        """The numbers' meaning, in words."""
+        """Return the facts behind the numbers, for the error message."""
         return {
             "call": f"{posted.call.describe()} ({posted.state})",
             "hyperparameters": posted.call.hyperparameters,
@@ -266,24 +277,28 @@ class StepAgreement:
 _COMPILES = "must be compiled"
 
 _PATIENCE = 2
-"""The number of calls after a compiled call in which ranks may work for long."""
+"""The number of calls after a compiled call that use the control channel, because ranks may work for long."""
 
 _MOST_BYTES = 16 << 10
-"""Bytes of all inputs together whose order is compared at a call."""
+"""At most about this many bytes of all inputs together are sampled at a call."""
 
 _COMMON = 5
-"""The number of leading numbers that are equal on all ranks."""
+"""This many leading numbers must be equal on all ranks."""
 
 _BEFORE_SAMPLE = LENGTH - 2
-"""The last two numbers sample parameters."""
+"""The index of the last two numbers, which are about the sample of parameters and buffers."""
 
 _NEAR = 1e-3
 
 
 def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Collection[str]) -> Facts:
-    """The facts that ranks must share before they compile: the call, and every element of the model.
+    """Return the facts that must be equal on all ranks before they compile: the call, and every element of the model.
 
-    Parameters `placed` for an earlier program were compared then, so they are left out.
+    Args:
+        model: the model.
+        signature: the call as text.
+        mesh: the mesh.
+        placed: names of parameters that an earlier program sharded. They were compared then, and are left out.
     """
     known = {f"parameter {name!r}" for name in placed}
     return {
@@ -296,7 +311,11 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
 
 
 def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> bool:
-    """Whether elements at equal places differ by less than a thousandth of the largest element."""
+    """Whether two ranks' elements differ by at most a thousandth of the largest element, in each common tensor group.
+
+    Args:
+        one, other: the elements of a rank, by the name of their tensor group; see `ParameterWatch.elements`.
+    """
     return all(
         max(abs(x - y) for x, y in zip(one[place], other[place], strict=True)) <= _NEAR * max(map(abs, one[place]))
         for place in one.keys() & other.keys()
@@ -304,7 +323,11 @@ def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -
 
 
 def _are_alike(rows: Sequence[Row]) -> bool:
-    """Whether the ranks that sent these numbers agree."""
+    """Whether the ranks that sent these numbers agree.
+
+    The first `_COMMON` numbers must be equal. Then come pairs: a digest of the places of pieces, and a digest of their
+    values. Ranks with the same first number of a pair must have the same second number.
+    """
     if len({row[:_COMMON] for row in rows}) > 1:
         return False
     for first in range(_COMMON, len(rows[0]), 2):
@@ -315,7 +338,10 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-    """The digest of the inputs at each place: their sum, and a sample that moves at each turn for large inputs."""
+    """Return a digest of the inputs for each device type and place; the place says which piece this rank holds.
+
+    A digest covers the sums of the inputs and a sample of large inputs, which moves at each turn.
+    """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
         if copies_of(tensor, ranks) > 1:
@@ -330,7 +356,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
 
 
 def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
-    """A digest of the places of several values, and a digest of the values."""
+    """Return a digest of the places of several values, and a digest of the values; see `_are_alike`."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 
 
@@ -349,5 +375,5 @@ def _identify(call: AgreedCall, executable: Executable) -> int:
 
 @lru_cache(256)
 def _digest_of_key(key: Hashable) -> int:
-    """A digest of a key that is the same in every process: addresses in texts of objects are left out."""
+    """Return a digest of a key that is the same in every process. Memory addresses in its text are left out."""
     return digest_of_text(re.sub(r" at 0x[0-9a-f]+", "", repr(key)))

@@ -36,20 +36,22 @@ LENGTH = 9
 _BYTES = 8 * LENGTH
 
 _GRACE_S = 5.0
-"""Seconds that ranks which lost another rank wait for each other, to tell which rank it is."""
+"""If a rank is lost, the other ranks wait this many seconds for each other, to tell which rank is lost."""
 
 _CONNECT_S = 10.0
 """Seconds that ranks try to reach each other."""
 
 Row = tuple[int, ...]
-"""The numbers of one rank."""
+"""The `LENGTH` numbers of one rank."""
 
 
 class VectorExchange:
-    """Exchanges numbers. All ranks of a channel make it together, right after a turn of the channel; see `connect`.
+    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`.
+
+    All ranks of a channel make it together, right after a turn of the channel; see `connect`.
 
     Args:
-        channel: names a lost rank.
+        channel: the channel of the ranks, which finds out which rank is lost.
         links: for each round, the socket to the receiving rank, and the socket to the sending rank.
     """
 
@@ -71,7 +73,7 @@ class VectorExchange:
             self._name_the_lost(action, error)
 
     def collect(self, action: Callable[[], str]) -> list[Row]:
-        """The numbers of all ranks, in rank order.
+        """Wait for the numbers of all ranks, and return them in rank order.
 
         Raises:
             LostRankError: on every remaining rank, if a rank does not send its numbers in time.
@@ -102,7 +104,10 @@ class VectorExchange:
 
 
 def connect(channel: ControlChannel) -> VectorExchange | None:
-    """Connect all ranks of a channel, which must all call; None on every rank if a rank cannot reach another."""
+    """Connect all ranks of a channel by sockets. All ranks must call.
+
+    Return None on every rank if a rank cannot reach another.
+    """
     size, place = len(channel.ranks), channel.ranks.index(channel.rank)
     rounds = range((size - 1).bit_length())
     with _listen() as server:
@@ -136,7 +141,7 @@ def _listen() -> socket.socket:
 
 
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
-    """A connection to the rank that receives from this rank in round `number`."""
+    """Return a connection to the rank that receives from this rank in round `number`."""
     end = socket.create_connection((address, port), _CONNECT_S)
     try:
         end.sendall(token + bytes([number]))
@@ -147,7 +152,10 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """The connections of the ranks that send to this rank, by round. A caller without the token is dropped."""
+    """Accept connections of the ranks that send to this rank; return them by round.
+
+    A connection without the token is closed.
+    """
     found: dict[int, socket.socket] = {}
     end = time.monotonic() + _CONNECT_S
     while len(found) < rounds:
@@ -171,7 +179,7 @@ def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socke
 
 
 def _store_host() -> str:
-    """The host of the run's store, which every rank reaches; "localhost" if the store is a file."""
+    """Return the host of the run's store, which every rank reaches; "localhost" if the store is a file."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     store = world.get_group_store()
@@ -181,7 +189,7 @@ def _store_host() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address on the route to `host`; `host` itself if it is this host."""
+    """Return this machine's address on the route to `host`; return `host` if it is this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -204,7 +212,10 @@ def _receive(source: socket.socket, count: int) -> bytes:
 
 
 def _check_was_not_reset(source: socket.socket) -> None:
-    """Raise if the other rank sent, waited for this rank, and gave up. A connection closed in order is no error."""
+    """Raise `OSError` if the other rank sent its numbers, waited for this rank, and then gave up.
+
+    A connection that was closed in order is no error.
+    """
     with suppress(BlockingIOError):
         source.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
@@ -218,7 +229,10 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Send at once. Let the kernel wait and raise after `timeout_s`; Python's timeout would add a system call."""
+    """Set a socket to send without delay, and to raise after `timeout_s` of waiting.
+
+    The kernel keeps the time; Python's own timeout would add a system call to each message.
+    """
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -1,4 +1,4 @@
-"""Values that pipeline stages send each other, by reader and by pair of ranks."""
+"""Tables of the values that pipeline stages send each other, by stage and by pair of pipeline ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ _MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
 class CrossingMessage(NamedTuple):
-    """A value that one stage sends to another, for one micro-batch."""
+    """A value that one stage sends to another, for one micro-batch.
+
+    Args:
+        name: name of the value.
+        reader: number of the stage that reads the value.
+        is_forward: whether a forward makes and reads the value, or a backward.
+        micro_batch: number of the micro-batch.
+    """
 
     name: str
     reader: int
@@ -24,10 +31,16 @@ class CrossingMessage(NamedTuple):
 
 
 class CrossingTable:
-    """Lookups of the values that cross the stages of a program.
+    """Tables of the values that cross the stages of a program.
 
     Args:
         staged: the program.
+
+    Attributes:
+        read: from (stage, whether in its forward) to the values that the stage reads from other stages.
+        sent: from (stage, whether in its forward) to the values that the stage sends.
+        places: from (stage, whether forward, micro-batch) to the position of this task in its rank's order.
+        makers: from (name of a value, whether of a forward) to the stage that makes the value.
     """
 
     def __init__(self, staged: StagedProgram) -> None:
@@ -46,11 +59,11 @@ class CrossingTable:
                     self._slots[crossing.name, crossing.is_forward] = slot
 
     def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
-        """The output slot of a value in the stage that makes it."""
+        """Return the slot (spec, shape and dtype) of a crossing value among the results of the stage that makes it."""
         return self._slots[name, is_forward]
 
     def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[CrossingMessage]:
-        """The messages that a stage reads for a micro-batch."""
+        """Return the messages that the forward or backward of a stage reads for a micro-batch."""
         found = self.read.get((stage, is_forward), ())
         return [CrossingMessage(item.name, stage, is_forward, micro_batch) for item in found]
 
@@ -62,7 +75,7 @@ class CrossingTable:
 
     @cached_property
     def orders(self) -> Mapping[tuple[int, int], Sequence[CrossingMessage]]:
-        """The messages from one pipeline rank to another, in the sender's order, by pair of ranks."""
+        """For each pair (sending, receiving) of pipeline ranks, the messages of a step in the order of sending."""
         ranks = self.staged.order.stage_ranks
         pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
         return {pair: list(self._sent_over(pair)) for pair in pairs}

@@ -1,4 +1,4 @@
-"""The engine of a pipeline stage, on the mesh axes besides "pipeline", and the messages between stages."""
+"""Make the engine that runs a rank's pipeline stages, and the object that sends messages between stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def make_engines(
     finish_in_place: FinishInPlace | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[Engine, StageMessages | None]:
-    """The engine of `make_engine`. With an axis "pipeline": the engine of a stage, and the messages between stages."""
+    """Return the engine for programs on `mesh`, and the messages between pipeline stages.
+
+    Without an axis "pipeline", these are the engine of `make_engine` and None. With this axis, the engine runs the
+    programs of stages, which use the other axes of the mesh. The arguments are those of `make_engine`.
+    """
     options = (wrap, check_in_place, finish_in_place, timeout_s)
     mesh = _with_an_axis_for_stages(mesh)
     engine = make_engine(mesh, device, *options)
@@ -48,7 +52,7 @@ def make_engines(
 
 
 def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
-    """Add an axis of size 1 to a mesh that has only the axis "pipeline", for the stages to run on."""
+    """Add an axis of size 1 to a mesh that has only the axis "pipeline", so that stages have an axis to run on."""
     if isinstance(mesh, Mesh):
         return Mesh({PIPELINE_AXIS: mesh.size, ALONE: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != (PIPELINE_AXIS,):

@@ -1,8 +1,10 @@
-"""The ranks of a pipeline stage, which hold the stage's parameters.
+"""Meshes of the ranks of each pipeline stage, and DTensors whose values only the ranks of another stage hold.
 
-A parameter is a DTensor on the mesh of one stage's ranks. Every other rank has its name, its shape and the mesh, but no
+A parameter is a DTensor on the mesh of one stage's ranks. Every other rank knows its name, shape and mesh, but has no
 values. Torch, too, has DTensors on ranks outside their mesh, so state dicts and torch.distributed.checkpoint accept
 them.
+
+A pipeline rank is an index along the mesh axis "pipeline". All processes with this index have the same pipeline rank.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 
 
 def is_elsewhere(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether only other ranks hold shards of a tensor."""
+    """Whether a tensor is a DTensor of which only other ranks hold shards."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 class Elsewhere(DTensor):
-    """A tensor whose shards are only on other ranks.
+    """A DTensor whose shards are only on other ranks.
 
-    On a rank outside a DTensor's mesh, torch gathers the DTensor by returning an empty tensor. This class raises
-    instead. Copies in modules and state dicts keep the class.
+    On a rank outside a DTensor's mesh, `full_tensor` of torch returns an empty tensor. This class raises an error.
+    Copies in modules and state dicts keep the class.
     """
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to gather."""
+        """Raise `NotAvailableError`, because this rank cannot gather the tensor."""
         raise NotAvailableError(
             f"A tensor of shape {tuple(self.shape)} is held only by other ranks of the axis 'pipeline', so torch "
             "cannot gather or save it (full_tensor, full_state_dict=True, torch.save). Use step.export(path) for whole "
@@ -43,19 +45,22 @@ class Elsewhere(DTensor):
         )
 
     def full_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to gather."""
+        """Raise `NotAvailableError`, because this rank cannot gather the tensor."""
         self.redistribute()
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A tensor on the meta device. Writing to it does nothing, as when torch copies each rank's part."""
+        """Return a tensor of the whole shape on the meta device.
+
+        Writing to it does nothing. Torch writes to it when it copies each rank's part.
+        """
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def detach(self) -> Elsewhere:
-        """Detach, keeping the class."""
+        """Return a detached tensor of this class."""
         return as_elsewhere(super().detach())
 
     def clone(self, **kwargs: Any) -> Elsewhere:
-        """Clone, keeping the class."""
+        """Return a copy of this class."""
         return as_elsewhere(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -64,7 +69,7 @@ class Elsewhere(DTensor):
 
 
 def as_elsewhere(tensor: torch.Tensor) -> Elsewhere:
-    """Turn a DTensor on a mesh without this rank into a tensor that refuses to be gathered."""
+    """Turn a DTensor on a mesh without this rank into an `Elsewhere`, which refuses to be gathered."""
     assert isinstance(tensor, DTensor), "a tensor on other ranks is a DTensor"
     made = Elsewhere(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
     assert isinstance(made, Elsewhere), "the class was called above"
@@ -73,13 +78,13 @@ def as_elsewhere(tensor: torch.Tensor) -> Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class StageMeshes:
-    """The ranks of each place in a pipeline.
+    """The mesh of each pipeline rank.
 
     Args:
-        meshes: the mesh of each place's ranks, with all axes except "pipeline".
-        place: the place of this process.
-        group: one process of each place: the processes with this one's coordinates on the other axes.
-        ranks: the ranks of these processes.
+        meshes: for each pipeline rank, the mesh of its processes, with all axes except "pipeline".
+        place: the pipeline rank of this process.
+        group: the processes that differ from this process only along the axis "pipeline"; one per pipeline rank.
+        ranks: the global ranks of the processes of `group`.
     """
 
     meshes: tuple[DeviceMesh, ...]
@@ -89,7 +94,7 @@ class StageMeshes:
 
     @classmethod
     def of(cls, whole: DeviceMesh) -> StageMeshes:
-        """Make the meshes of all places of a mesh with an axis "pipeline"."""
+        """Make the meshes of all pipeline ranks of a mesh with an axis "pipeline"."""
         names = whole.mesh_dim_names or ()
         coordinate, dim = whole.get_coordinate(), names.index(PIPELINE_AXIS)
         assert coordinate is not None, "this process is on the mesh"
@@ -105,17 +110,17 @@ class StageMeshes:
 
     @property
     def own(self) -> DeviceMesh:
-        """The mesh of this process's place."""
+        """The mesh of this process's pipeline rank."""
         return self.meshes[self.place]
 
     def elsewhere(self, like: torch.Tensor, placements: Sequence[Placement], place: int) -> DTensor:
-        """A tensor of the dtype and shape of `like`, whose shards are on the ranks of another place."""
+        """Return a tensor with the dtype and shape of `like`, whose shards are on pipeline rank `place`."""
         return self.elsewhere_on(self.meshes[place], like.shape, like.dtype, placements)
 
     def elsewhere_on(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """A tensor as of `elsewhere`, on one of `meshes`."""
+        """Return a tensor of the given shape and dtype, whose shards are on the processes of `mesh` in `meshes`."""
         shape = torch.Size(shape)
         nothing = torch.empty(0 if shape else (), dtype=dtype, device=self.own.device_type)
         stride = torch.empty(shape, device="meta").stride()
@@ -124,9 +129,15 @@ class StageMeshes:
     def share(
         self, place: int, make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Broadcast the result of `make` from one place of the pipeline to all; it has this shape and `like`'s dtype.
+        """Broadcast the result of `make` from pipeline rank `place` to all pipeline ranks, and return it.
 
-        All ranks of the mesh must call.
+        All ranks of the mesh must call. `make` runs on pipeline rank `place` only.
+
+        Args:
+            place: the pipeline rank that has the value.
+            make: returns the value.
+            shape: the value's shape.
+            like: a tensor of the value's dtype and device.
         """
         if place == self.place:
             value = make().detach().contiguous()
@@ -138,5 +149,5 @@ class StageMeshes:
 
 
 def _without_this_rank(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of other ranks, without a process group, because this process does not communicate on it."""
+    """Return a mesh of other ranks, without process groups, because this process does not communicate on it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)

@@ -1,8 +1,10 @@
 """Messages between pipeline stages: within a process, or from rank to rank.
 
-A rank sends to the rank with equal coordinates on the other axes. Each pair of pipeline ranks has a communicator for
-each direction. Messages travel in the sender's order, and the reader receives them in that order. A sender keeps a
-message's memory until it gets a message that was made after the reader had read the first.
+A process sends to the process with equal coordinates on the other mesh axes. Each pair of pipeline ranks has a process
+group for each direction. Messages travel in the sender's order, and the reader receives them in that order.
+
+A sender keeps the memory of its message until the send is known to be complete. It is complete if the reader of the
+message has sent something back that it made after reading.
 """
 
 from __future__ import annotations
@@ -31,19 +33,27 @@ from autoshard.runtime.stages.crossing_table import CrossingMessage, CrossingTab
 
 
 class StageMessages(Protocol):
-    """The messages of a module's steps. All ranks must call `connect`, `sum_over_stages` and `share` together."""
+    """Sends values between the pipeline stages of a step.
+
+    All ranks must call `connect`, `sum_over_stages` and `share` together.
+    """
 
     @property
     def rank(self) -> int | None:
-        """This process's place in the pipeline; None if it runs all stages."""
+        """The pipeline rank of this process; None if it runs all stages."""
         ...
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """Prepare the messages of a program; return the table with which its steps begin."""
+        """Prepare to send the values of a program; return the table of its messages, which `begin` takes."""
         ...
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """Begin a step of a connected program; micro-batches of weight zero have no backward."""
+        """Begin a step of a connected program.
+
+        Args:
+            table: the result of `connect`.
+            weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
+        """
         ...
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
@@ -51,15 +61,18 @@ class StageMessages(Protocol):
         ...
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Begin to receive the values that a stage will read."""
+        """Begin to receive the values that the forward or backward of a stage will read."""
         ...
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether `take` can return all values that a stage reads, possibly after waiting for other processes."""
+        """Whether `take` can return all values that a stage reads, possibly after waiting for other processes.
+
+        It is false if a stage of this process has not made a value yet.
+        """
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
-        """Return a value that a stage reads, and the slot with which it was made."""
+        """Return a value that `stage` reads, and its result slot in the stage that made it."""
         ...
 
     def end(self) -> None:
@@ -67,11 +80,22 @@ class StageMessages(Protocol):
         ...
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
-        """The sum of a scalar of each stage, in the order of stages."""
+        """Return the sum of one scalar per stage, added in the order of stages.
+
+        Args:
+            addends: by number, the scalars of the stages that this process runs; None adds nothing.
+            stages: the number of all stages.
+        """
         ...
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """The local value of a result on all processes; the processes of its stage pass it in."""
+        """Return this rank's part of a result on all processes.
+
+        Args:
+            value: this rank's part on processes that run the result's stage; None on other processes.
+            name: the result's name.
+            staged: the program.
+        """
         ...
 
 
@@ -120,7 +144,7 @@ class MessagesInProcess:
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The sum of the addends, in their order."""
+    """Return the sum of scalars, added in their order; None adds nothing."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
@@ -151,14 +175,14 @@ class MessagesBetweenRanks:
 
     @property
     def rank(self) -> int:
-        """This process's place in the pipeline."""
+        """The pipeline rank of this process."""
         return self._mine[PIPELINE_AXIS]
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """Make the groups, by all processes in one order.
+        """Make all process groups of the program, on all processes in one order; return the table of its messages.
 
-        Every pair of ranks gets a group, even if it sends no messages. Torch names groups by the number that a process
-        has made, so all processes must make equally many.
+        Every pair of pipeline ranks gets a group, even without messages. Torch names a group by the number of groups
+        that a process has made, so all processes must make equally many.
         """
         self._groups.prepare(_groups_of(staged))
         if not self._ways:
@@ -167,7 +191,11 @@ class MessagesBetweenRanks:
         return CrossingTable(staged)
 
     def _new_groups(self, maker: int, reader: int) -> Any:
-        """The group of this process's coordinates for messages from one pipeline rank to another."""
+        """Make the groups for messages from pipeline rank `maker` to `reader`, one for each column of processes.
+
+        A column is the processes that differ only along "pipeline". Return the group of this process's column, and the
+        global ranks of the sender and the receiver in it.
+        """
         mine = None
         for column in self._mesh.groups(PIPELINE_AXIS):
             pair = column[maker], column[reader]
@@ -223,7 +251,7 @@ class MessagesBetweenRanks:
             return
 
     def _empty(self, slot: LocalSlot, mesh: Mesh) -> torch.Tensor:
-        """Memory for a rank's part of a value."""
+        """Return uninitialised memory for this rank's part of a value."""
         return torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
 
     @property
@@ -232,7 +260,10 @@ class MessagesBetweenRanks:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Values of other processes are waited for; values of this process must be here."""
+        """Whether this process's own stages have made the values that they send to `stage`.
+
+        Values of other processes are not checked, because `take` waits for them.
+        """
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [
@@ -256,7 +287,10 @@ class MessagesBetweenRanks:
         return buffer, slot
 
     def _let_go(self, came: CrossingMessage) -> None:
-        """Free messages that the maker of the message `came` had read before making it. The waits take no time."""
+        """Free sent messages that the sender of the received message `came` had read before it made `came`.
+
+        Their sends are complete, so the waits take no time.
+        """
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[came.name, came.is_forward], self._table.places
         sent = self._sent.get(self._of_stage(maker), deque())
@@ -273,7 +307,7 @@ class MessagesBetweenRanks:
         self._table = None
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
-        """Sum one row over the ranks, in which each rank has zeros for the stages of others."""
+        """All-reduce a row with one entry per stage, which is zero for stages of other ranks; return the row's sum."""
         row = torch.zeros(stages, dtype=torch.float32, device=self._device)
         for number, addend in addends.items():
             if addend is not None:
@@ -284,7 +318,7 @@ class MessagesBetweenRanks:
         return _in_order(list(row))
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """Each rank of the stage broadcasts its value to the ranks with its coordinates on the other axes."""
+        """Return this rank's part of a result, which the processes of the result's stage broadcast along "pipeline"."""
         stage = staged.results[name]
         slot, mesh = staged.made(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
         given = self._empty(slot, mesh) if value is None else value.contiguous()
@@ -294,13 +328,16 @@ class MessagesBetweenRanks:
         return given
 
     def _of_stage(self, stage: int) -> int:
-        """The pipeline rank that runs a stage."""
+        """Return the pipeline rank that runs a stage."""
         assert self._table is not None, "a step began"
         return self._table.staged.order.stage_ranks[stage]
 
 
 def _groups_of(staged: StagedProgram) -> Iterator[str]:
-    """The groups for collectives within stages, and for reshards of the values that stages receive."""
+    """Yield the names of all process groups that the program needs.
+
+    They serve the collectives within stages, the reshards of received values, and the reshards of results for the user.
+    """
     yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
     graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
     for crossing in staged.crossings:
@@ -318,11 +355,11 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
 
 
 def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
-    """Programs that reshard a result for the user, whole or sharded."""
+    """Yield programs that reshard a result for the user: whole, or sharded as torch's placements can express."""
     for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
         yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
-    """The slot with a name."""
+    """Return the slot with the given name."""
     return next(slot for slot in slots if slot.slot.name == name)

@@ -1,1 +1,1 @@
-"""Weights of compiled models: initialised, read from files, and written to files."""
+"""Initialise the weights of compiled models, load them from files, and export them to files."""

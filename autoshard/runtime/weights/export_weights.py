@@ -1,4 +1,4 @@
-"""A model's weights as files that transformers' `from_pretrained` and `load_weights` can read.
+"""Write a model's weights as files that `load_weights` and transformers' `from_pretrained` can read.
 
 Ranks gather one block of a tensor at a time, and the first rank writes it. So a rank holds no more than its shards and
 one block. The folder is written under a temporary name, and renamed when it is complete. A crash leaves the old folder
@@ -33,10 +33,10 @@ from autoshard.runtime.weights.weight_files import INDEX, SINGLE
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Bytes of tensors per file, by default."""
+"""The most bytes of tensors per file, by default."""
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that are gathered and written at a time."""
+"""At most this many bytes are gathered and written at a time."""
 
 _OF_ADAPTERS = re.compile("|".join(map(re.escape, (peft_weights.FILE, peft_weights.CONFIG))))
 """Names of the adapter files that an export writes and replaces."""
@@ -44,7 +44,10 @@ _OF_ADAPTERS = re.compile("|".join(map(re.escape, (peft_weights.FILE, peft_weigh
 _OURS = re.compile(
     rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors|{_OF_ADAPTERS.pattern}"
 )
-"""Names of the weight files that an export writes and replaces, and of adapters, which would change the weights."""
+"""Names of the files that an export of whole weights replaces.
+
+They include adapter files of an earlier export, which would change the weights when they are loaded.
+"""
 
 
 @in_normal_mode
@@ -58,7 +61,10 @@ def export_weights(
     merge: bool = False,
     holders: Mapping[str, int] = NO_HOLDERS,
 ) -> None:
-    """Write the weights of `model`, and the files that transformers needs beside them; see `HasWeights.export`."""
+    """Write the weights of `model`, and the files that transformers needs beside them.
+
+    All ranks must call. The arguments are those of `HasWeights.export`, and of `Engine.place` for `holders`.
+    """
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
     check_is_placed(model, "export")
@@ -84,7 +90,10 @@ def export_weights(
 
 @contextmanager
 def _removed_on_failure(aside: Path | None) -> Iterator[None]:
-    """Within the context, an error removes the temporary folder, which frees a full disk."""
+    """If an error leaves the context, remove the temporary folder `aside`, which frees a full disk.
+
+    `aside` is None on ranks that do not write.
+    """
     try:
         yield
     except WeightsError:
@@ -94,7 +103,7 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Mapping[str, Unread]:
-    """The tensors of a state dict, by name."""
+    """Return the tensors of the model's state dict, by name, each of which is gathered when it is read."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
         gather = partial(engine.gather_region, tensor, holder=holders.get(name))
@@ -105,12 +114,12 @@ def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Ma
 
 @dataclass(frozen=True, slots=True)
 class _FolderContent:
-    """Content of a folder of weights.
+    """The content of a folder of weights.
 
     Args:
-        files: the tensors of each file.
+        files: the tensors of each file, by the file's name and the tensor's name.
         write_beside: writes the other files, such as the configuration, into a folder.
-        replaced: names of files to leave out when the folder replaces an old one.
+        replaced: matches the names of files in an old folder that the new folder does not keep.
     """
 
     files: Mapping[str, Mapping[str, Unread]]
@@ -119,7 +128,7 @@ class _FolderContent:
 
 
 def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _FolderContent:
-    """The adapters of a peft model. Only the first rank gets their names from peft, which may access the hub."""
+    """Return the adapters of a peft model as files. Only the first rank asks peft for names, which may use the hub."""
     named = engine.share(lambda: peft_weights.adapters_of(model))
     files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
     for held in files.values():
@@ -128,7 +137,7 @@ def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -
 
 
 def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _FolderContent:
-    """The weights of a model, with adapters merged into them."""
+    """Return the weights of a model as files, with adapters merged into them."""
     if peft_weights.has_adapters(model):
         model, tensors = peft_weights.merged(model, tensors)
     written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
@@ -138,7 +147,10 @@ def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: in
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
-    """The tensors of each file, in order; a tensor above the limit has a file of its own."""
+    """Share the tensors out to files of at most `max_file_bytes`; return the tensors of each file, by the file's name.
+
+    A tensor above the limit has a file of its own.
+    """
     parts: list[dict[str, Unread]] = [{}]
     held_bytes = 0
     for name, tensor in tensors.items():
@@ -162,7 +174,7 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
-    """Write a file; ranks without a `path` only take part in gathering its tensors."""
+    """Write a file of tensors; a rank with `path=None` only takes part in gathering them."""
     blocks = _blocks(tensors)
     try:
         if path is not None:
@@ -177,7 +189,7 @@ def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
 
 
 def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
-    """The blocks of a file, in its order."""
+    """Yield the blocks of a file in the order of writing, each as a tensor and a region of it."""
     for name in in_file_order(tensors):
         tensor = tensors[name]
         for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
@@ -185,13 +197,13 @@ def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
 
 
 def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
-    """Take part in gathering, on a rank that does not write or whose write failed."""
+    """Gather the remaining blocks and drop them, on a rank that does not write or whose write failed."""
     for tensor, region in blocks:
         tensor.read(region)
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """Write the index, and the model's configuration."""
+    """Write the index of several files, and the model's configuration, into a folder."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -206,7 +218,7 @@ def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], f
 
 
 def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
-    """Write the other files, and rename the folder."""
+    """Write the other files into the temporary folder, and rename the folder to `path`."""
     content.write_beside(aside)
     _keep_others(path, aside, content.replaced)
     for folder, _, files in os.walk(aside):
@@ -236,7 +248,10 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _swap(path: Path, aside: Path) -> None:
-    """Rename the new folder. A crash between the two renames leaves both folders complete; see `_put_back`."""
+    """Rename the new folder to `path`, after renaming an old folder away.
+
+    A crash between the two renames leaves both folders complete; see `_put_back`.
+    """
     replaced = _replaced(path)
     try:
         if path.exists():
@@ -253,7 +268,7 @@ def _swap(path: Path, aside: Path) -> None:
 
 
 def _put_back(path: Path) -> None:
-    """Rename an old folder back, if a swap was interrupted."""
+    """Undo an interrupted `_swap`: rename the old folder back, or remove it if the new folder is in place."""
     replaced = _replaced(path)
     if not replaced.exists():
         return
@@ -264,7 +279,7 @@ def _put_back(path: Path) -> None:
 
 
 def _replaced(path: Path) -> Path:
-    """The name of the old folder during a swap."""
+    """Return the name of the old folder during a swap."""
     return path.with_name(f".{path.name}.replaced")
 
 

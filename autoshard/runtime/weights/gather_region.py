@@ -1,7 +1,7 @@
-"""A region of a DTensor, gathered on every rank with memory for the region only, whatever the size of the whole.
+"""Gather a region of a DTensor on every rank, with memory for about the region only.
 
-`full_tensor` briefly takes two to six times the whole: a collective for each axis that splits a dim, each with its own
-result. Here, the ranks that hold parts of the region broadcast them, one after another.
+`full_tensor` briefly takes two to six times the memory of the whole tensor, because it runs a collective for each axis
+that splits a dim. Here, the ranks that hold parts of the region broadcast them, one after another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _C10D = torch.ops._c10d_functional
 
 @torch.no_grad()
 def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
-    """The values of a region of `tensor`. All ranks of its mesh must call together.
+    """Return the values of a region of `tensor`. All ranks of its mesh must call together.
 
     Args:
         tensor: sharded by `Shard` and `Replicate` only.
@@ -43,7 +43,7 @@ def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
 
 
 def _parts(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], int, Region]]:
-    """Each part once: the coordinates of its first rank, that rank's number on the mesh, and the part's region."""
+    """Yield each distinct shard once, as its first holder's mesh coordinates, that rank's number, and its region."""
     sizes = tuple(tensor.device_mesh.shape)
     for rank, place in enumerate(product(*map(range, sizes))):
         pairs = zip(place, tensor.placements, strict=True)
@@ -59,7 +59,7 @@ def _intersection(first: Region, second: Region) -> Region | None:
 
 
 def _within(region: Region, outer: Region) -> Region:
-    """A region relative to another that contains it."""
+    """Return `region` in indices relative to `outer`, a region that contains it."""
     return tuple(
         slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
     )

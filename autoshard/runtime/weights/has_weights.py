@@ -1,4 +1,4 @@
-"""Methods of compiled models and steps that initialise weights, read them from files and write them to files."""
+"""`HasWeights`: the methods of compiled models and steps that initialise, load and export weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autoshard.runtime.weights.model_weights import InitFunction, Weights
 
 
 class HasWeights(ABC):
-    """A model on ranks. All ranks must call every method."""
+    """A compiled model or step with weights. All ranks must call each method together."""
 
     @abstractmethod
     def _model_weights(self) -> Weights:
-        """The weights of the user's model."""
+        """Return the weights of the user's model."""
 
     def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
         """Initialise parameters and buffers by the modules' own initialisers; each rank computes its shards.

@@ -21,6 +21,7 @@ from autoshard.runtime.weights.local_part import LocalPart
 from autoshard.runtime.weights.replay import Replay
 
 Record = Callable[[], Initialisation]
+"""Runs the initialisers of a model, and returns the record of their operations."""
 
 
 @torch.no_grad()
@@ -60,7 +61,10 @@ def init_weights(
 
 
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
-    """Write this rank's part of a weight with an in-place write of any size, because versions are compared."""
+    """Compute this rank's part of a weight, and write it in place.
+
+    An empty part is written too: the write raises the tensor's version, which marks the weight as set.
+    """
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))
     for piece, value in replay.pieces(name, box, part.tensor):
@@ -80,7 +84,15 @@ def _check_have_sources(names: list[str], sources: dict[str, frozenset[str]], un
 
 
 def _in_order(names: list[str], sources: dict[str, frozenset[str]]) -> list[str]:
-    """The weights in an order in which no weight is written before the weights computed from it."""
+    """Order weights so that a weight is written after all weights that are computed from its previous value.
+
+    Args:
+        names: the weights to order.
+        sources: for each weight, the weights whose previous values it is computed from.
+
+    Raises:
+        TraceError: there is no such order.
+    """
     waiting, result = dict.fromkeys(names), []
     while waiting:
         free = [name for name in waiting if not any(name in sources[other] for other in waiting if other != name)]

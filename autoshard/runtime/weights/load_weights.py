@@ -1,7 +1,7 @@
-"""Weights from files for a model on ranks: each rank reads the regions of its shards.
+"""Load weights from files into a sharded model: each rank reads the regions of its shards.
 
-Before any weight is changed, all are checked: names, shapes and dtypes, and whether the names of a tied parameter have
-equal values. Ranks exchange their findings, so the error is the same on all.
+Before any weight is changed, all weights are checked: names, shapes and dtypes, and whether all names of a tied
+parameter have equal values. Ranks exchange the problems that they find, so all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from autoshard.runtime.weights.weight_names import match, names_by_tensor, persi
 T = TypeVar("T")
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes of a file that are read at a time, including the bytes between rows of a region."""
+"""At most about this many bytes of a file are read at a time, including the bytes between rows of a region."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The tensors of files for one tensor of a model.
+    """A tensor of a model, with the tensors in files from which to load it.
 
     Args:
         names: the names of the tensor in the model: several if it is tied.
         tensor: the model's tensor.
-        sources: tensors of files, one for each name under which the files have it.
+        sources: the files' tensors, one for each of `names` that the files have.
     """
 
     names: Sequence[str]
@@ -61,7 +61,12 @@ def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: 
 def together(engine: Engine, action: str, make: Callable[[], T]) -> T:
     """Return the result of `make` if it succeeds on every rank; else raise the same `WeightsError` on all.
 
-    Meanwhile other ranks see that this rank is working, and hear of any other error.
+    While `make` runs, other ranks see that this rank is working. An error of another class is sent to them too.
+
+    Args:
+        engine: the engine of the model, which knows its ranks.
+        action: the name of the action, for errors.
+        make: runs on every rank.
     """
     made, failure = [], ""
     with nullcontext() if engine.control is None else engine.control.working(action):
@@ -84,7 +89,13 @@ def _everyone(engine: Engine, said: str, action: str) -> list[str]:
 
 
 def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
-    """The files' tensors for each tensor of a model, after checks; and a description of the files to compare."""
+    """Find the files' tensors for each tensor of a model, and check them.
+
+    Return the tensors to load, and a description of the files, which ranks compare.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected, or of another shape or dtype, or tied tensors differ.
+    """
     files = WeightFiles(path)
     tensors = persistent_tensors(model)
     matched = match(model, tensors, files.tensors)
@@ -123,7 +134,7 @@ def _unlike(found: Sequence[Found], trait: Callable[[torch.Tensor | Unread], obj
 
 
 def _untied(found: Sequence[Found]) -> Iterator[str]:
-    """Tied parameters whose values on this rank differ from name to name."""
+    """Yield the names of each tied parameter whose values in the files differ from name to name, on this rank."""
     for item in found:
         if len(item.sources) > 1:
             blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
@@ -148,7 +159,10 @@ def _take_all(found: Sequence[Found]) -> None:
 
 
 def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
-    """Blocks of this rank's part, each with its region in the whole tensor; a block spans some `BLOCK_BYTES`."""
+    """Yield blocks of this rank's part, each as a region of the part and as a region of the whole tensor.
+
+    In the file, a block spans at most about `BLOCK_BYTES`.
+    """
     held = part.tensor.shape
     if not held.numel():
         return

@@ -1,4 +1,4 @@
-"""This rank's part of a tensor, and its position in the whole, to read and write weights without the whole."""
+"""`LocalPart`: this rank's part of a tensor, and its position in the whole tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """The part of a DTensor; a plain tensor is the whole.
+        """Return this rank's part of a DTensor; of a plain tensor, the whole.
 
         Raises:
             NotAvailableError: the DTensor is partial, or has placements that no parameter of a program has.
@@ -46,7 +46,7 @@ class LocalPart:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The part as slices of the whole: `whole[part.index]` has its values."""
+        """The position of the part as slices: `whole[part.index]` equals `part.tensor`."""
         sizes = zip(self.offset, self.tensor.shape, strict=True)
         return tuple(slice(start, start + size) for start, size in sizes)
 
@@ -54,7 +54,7 @@ class LocalPart:
 def offset_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The global index of the first element of a DTensor's shard on a rank.
+    """Return the global index of the first element of a DTensor's shard on a rank.
 
     Args:
         shape: the shape of the whole tensor.
@@ -72,7 +72,7 @@ def offset_of(
 def index_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """A DTensor's shard on a rank, as slices of the whole; arguments as for `offset_of`.
+    """Return the position of a DTensor's shard on a rank, as slices of the whole; arguments as for `offset_of`.
 
     Example:
         >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))

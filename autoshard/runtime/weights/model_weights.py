@@ -23,25 +23,37 @@ InitFunction = Callable[[nn.Module], Any]
 
 @dataclass(slots=True)
 class Weights:
-    """Parameters and buffers of the user's `model` on `engine`; `compiler` records its initialisers."""
+    """Parameters and buffers of a compiled model.
+
+    Args:
+        model: the user's model.
+        engine: the engine that shards and runs the model.
+        compiler: records the model's initialisers.
+        unset: the weights that have memory but no values yet.
+    """
 
     model: nn.Module
     engine: Engine
     compiler: Compiler
     unset: UnsetWeights = field(default_factory=UnsetWeights)
     holders: dict[str, int] = field(default_factory=dict)
-    """The pipeline place whose ranks alone hold a parameter, by each of its names; empty without a pipeline."""
+    """By each name of a parameter, the pipeline rank (index along the axis "pipeline") that alone holds the parameter.
+
+    It is empty without a pipeline.
+    """
 
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
-        """Shard parameters by `specs`. Weights on the meta device get memory, on the ranks that hold them."""
+        """Shard parameters by `specs`, by name. Weights on the meta device get memory on the ranks that hold them."""
         with self.unset.getting_memory(self.model):
             self.engine.place(self.model, specs, self.holders)
 
     def share_out(self, staged: StagedProgram) -> None:
-        """Choose the pipeline place of each parameter; the first place for parameters that no stage has read so far.
+        """Choose the pipeline rank of each parameter: the rank whose stage of `staged` reads it.
+
+        A parameter that no stage has read so far is on pipeline rank 0.
 
         Raises:
-            NotAvailableError: an earlier program has a parameter at another place.
+            NotAvailableError: an earlier program has a parameter on another pipeline rank.
         """
         ranks, stages = staged.order.stage_ranks, staged.stage_of_parameters()
         firsts = {id(item): name for name, item in self.model.named_parameters()}
@@ -64,7 +76,10 @@ class Weights:
         check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:
-        """Raise `TraceError`, on every rank, if some weights have no values. Non-persistent buffers are initialised."""
+        """Raise `TraceError`, on every rank, if some weights have no values.
+
+        If only non-persistent buffers lack values, initialise them.
+        """
         self.unset.refuse_use(self.model, self.engine, partial(self._init, 0, None))
 
     def init(self, seed: int, init_fn: InitFunction | None) -> None:

@@ -1,8 +1,9 @@
-"""Adapters of peft in the format of its own files, and weights with adapters merged into them.
+"""Adapters of the library peft, for export: in the format of peft's own files, or merged into the model's weights.
 
 An adapter's file has tensor names without the adapter's name, beside the configuration that `PeftModel.from_pretrained`
-reads. The library peft knows which tensors of a model belong to an adapter, and merges layers. This module calls its
-functions with outlines of tensors, or with one layer at a time. It never imports peft before the user does.
+reads. The library peft knows which tensors of a model belong to an adapter, and merges layers. This module calls peft's
+functions with outlines (meta tensors of the same shape and dtype), or with one layer at a time. It never imports peft
+before the user does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The names of each adapter's tensors in its file and in the model, by the file.
+    """Return, for each adapter's file, a dict from the names of its tensors in the file to their names in the model.
 
     Raises:
         WeightsError: peft does not write this kind of adapter, or computes the tensors that it writes.
@@ -68,11 +69,13 @@ def write_configurations(model: Any, path: Path) -> None:
 
 
 def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
-    """The model without peft's layers, as an outline, and its tensors with active adapters merged into them.
+    """Return the model without peft's layers, on the meta device, and its tensors with active adapters merged.
+
+    A layer is merged when one of its tensors is read.
 
     Args:
         model: a model with peft layers.
-        tensors: the tensors of the model's state dict.
+        tensors: the tensors of the model's state dict, by name.
 
     Raises:
         WeightsError: an adapter cannot be merged, or would be merged into a tied weight.
@@ -98,7 +101,7 @@ def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, 
 
 
 class _Merging:
-    """Merges layers of `model` when they are read, and caches the last one."""
+    """Merges a layer of `model` when one of its tensors is read, and keeps the last merged layer."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
         self._model = model
@@ -106,7 +109,7 @@ class _Merging:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def reading(self, path: str, name: str) -> Callable[[Region], torch.Tensor]:
-        """A function that merges the layer at `path` and reads a region of its tensor `name`."""
+        """Return a function that merges the layer at `path` and reads a region of its tensor `name`."""
 
         def read(region: Region) -> torch.Tensor:
             if self._last[0] != path or not self._last[1]:
@@ -130,7 +133,14 @@ class _Merging:
 
 
 def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> nn.Module:
-    """The module without peft's layers. `layers` maps each layer's new name (`at`) to its name with peft (`path`)."""
+    """Return the module with each peft layer replaced by a plain layer.
+
+    Args:
+        module: a module of an outlined model, which is changed.
+        path: the module's name in the model with peft.
+        at: the module's name in the model without peft.
+        layers: receives, for each replaced layer, its name without peft and its name with peft.
+    """
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
     from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]
 
@@ -150,7 +160,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """The layer that replaces a peft layer."""
+    """Return the plain layer that replaces a peft layer; `merge` merges the active adapters into it."""
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
@@ -160,7 +170,13 @@ def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
 
 
 def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:
-    """Untie the head from the embedding, also in the configuration, if their adapters differ.
+    """Untie the head of `base` from its embedding, also in the configuration, if their adapters differ.
+
+    Args:
+        model: the model with peft's layers.
+        base: the model without them.
+        tied: the names of each tensor of `base`.
+        layers: from the name of a tensor of `base` to the name of its peft layer in `model`.
 
     Raises:
         WeightsError: another weight with an adapter is tied.
@@ -181,14 +197,18 @@ def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: M
 
 
 def _embedding_and_head(base: Any) -> tuple[Any, Any]:
-    """The modules that a transformers model may tie; else None twice."""
+    """Return the embedding and the head of a transformers model with a head; None twice for other models."""
     if not transformers_weights.applies_to(base) or base.get_output_embeddings() is None:
         return None, None
     return base.get_input_embeddings(), base.get_output_embeddings()
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Each adapter's folder and configuration, by its name."""
+    """Return each adapter's folder (a prefix of file names, such as "other/") and configuration, by its name.
+
+    Raises:
+        WeightsError: the model only contains a model of peft.
+    """
     configurations = getattr(model, "peft_config", None)
     if not isinstance(configurations, Mapping):
         raise WeightsError(
@@ -216,7 +236,7 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _layer_of_peft(model: nn.Module) -> str | None:
-    """Name and class of the first peft module, for messages."""
+    """Return the name and class of the first peft module, for messages; None if there is none."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             return f"{name or 'The model'} ({type(module).__name__} of peft)"

@@ -1,8 +1,12 @@
-"""Weights computed from the record of their initialisation: part by part if possible, else whole and then sliced.
+"""Compute weights from the record of their initialisers: part by part if possible, else whole and then sliced.
+
+A record (`Initialisation`) lists operations on memories, which are numbered. A place is a tensor of the record: a view
+of a memory. A box is a rectangular part of a tensor.
 
 A weight can be computed by parts if its values are drawn, filled, or computed elementwise from tensors of its shape.
-Boxes of it may be written too, such as a row of zeros for padding. The formula of a weight is the expression for a
-part. Any other weight (such as an orthogonal matrix) is computed whole on every rank, one weight at a time.
+Boxes of it may be written too, such as a row of zeros for padding. The formula of a weight is the expression tree that
+gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank, one weight
+at a time.
 """
 
 from __future__ import annotations
@@ -18,26 +22,26 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.initialisation import Box, Initialisation, Operation, Place
 
 _AT_ONCE = 1 << 15
-"""Elements that are drawn at once, few enough for a processor's cache."""
+"""At most this many elements are computed at once, so that they fit in a processor's cache."""
 
 _RANDOM = "autoshard::random"
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
 
 
 class _NotByPartsError(Exception):
-    """A value that cannot be computed by parts."""
+    """Raised for a value that cannot be computed by parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Random numbers, by an operation that can draw any part of the whole."""
+    """A formula: random numbers of an operation that can draw any part of the whole."""
 
     operation: Operation
 
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The weight's previous value; if it `is_empty`, uninitialised memory."""
+    """A formula: the weight's value before initialisation, or uninitialised memory if it `is_empty`."""
 
     dtype: torch.dtype
     is_empty: bool
@@ -45,7 +49,7 @@ class _Before:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """An elementwise operator. Each operand is a formula, a scalar, or None for the tensor that it writes."""
+    """A formula: an elementwise operator. An operand is a formula, a scalar, or None for the tensor that it writes."""
 
     operation: Operation
     operands: tuple[_Formula | torch.Tensor | None, ...]
@@ -53,7 +57,13 @@ class _Applied:
 
 @dataclass(frozen=True, slots=True)
 class _BoxedValue:
-    """A value into which boxes are written, one by one; each write has its box, and the dims of the written tensor."""
+    """A formula: a value into which boxes are written, one by one.
+
+    Args:
+        first: the value before the writes.
+        writes: for each write, its box, the dims of the value that the written tensor has, and the operator that
+            writes. The other dims of the box have size 1.
+    """
 
     first: _Formula
     writes: tuple[tuple[Box, tuple[int, ...], _Applied], ...]
@@ -69,7 +79,8 @@ class Replay:
     Args:
         record: the recorded operations of initialisers.
         seed: the seed of random numbers; values are computed on its device.
-        whole_of: returns a weight's previous value, whole, by name; all ranks must call it alike.
+        whole_of: takes the name of a weight; returns its whole value before initialisation. All ranks must call it for
+            the same weights in the same order.
     """
 
     record: Initialisation
@@ -88,12 +99,12 @@ class Replay:
         self._names.update((place.memory, name) for name, place in self.record.begins.items())
 
     def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the values of a part of a weight, piece by piece, each with its box in the part.
+        """Yield the values of a part of a weight, piece by piece: a box, relative to the part, and the values in it.
 
         Args:
             name: the name of the weight.
             part: the part, which may be empty.
-            before: the part's previous values.
+            before: the part's values before initialisation.
         """
         end, time = self.record.ends[name], len(self.record.operations)
         try:
@@ -106,7 +117,13 @@ class Replay:
         self._wholes.clear()
 
     def _formula(self, place: Place, time: int, root: int) -> _Formula:
-        """The formula of a tensor as it is before operation `time`; `root` is the weight's memory."""
+        """Return the formula of the tensor at `place` as it is before operation number `time`.
+
+        `root` is the number of the memory that the weight has before initialisation.
+
+        Raises:
+            _NotByPartsError: the tensor cannot be computed by parts.
+        """
         memory = place.memory
         if not place.is_in_order(self.record.numels[memory]):
             raise _NotByPartsError
@@ -116,7 +133,7 @@ class Replay:
         return _BoxedValue(first, found) if found else first
 
     def _first(self, place: Place, root: int) -> _Formula:
-        """The formula of the first value of a tensor."""
+        """Return the formula of the value that a tensor has before the first write to its memory."""
         if place.memory == root:
             return _Before(place.dtype, False)
         index, born = self._births.get(place.memory, (0, None))
@@ -136,7 +153,11 @@ class Replay:
         return *found, self._apply(self.record.operations[index], index, written, root)
 
     def _apply(self, operation: Operation, index: int, result: Place, root: int) -> _Applied:
-        """The formula of an operation on tensors of its result's shape."""
+        """Return the formula of operation number `index`; `result` is the place of its result.
+
+        Raises:
+            _NotByPartsError: the operation is not elementwise.
+        """
         given = [item for item in operation.args if isinstance(item, Place)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
         is_plain = len(given) == sum(isinstance(leaf, Place) for leaf in leaves)
@@ -156,7 +177,11 @@ class Replay:
         return self._formula(item, index, root)
 
     def _relevant(self, memory: int, time: int) -> tuple[list[tuple[int, Place]], bool]:
-        """The writes to a memory before an operation that are not overwritten; whether the first covers all of it."""
+        """Return the writes to a memory before operation number `time` that no later write overwrites as a whole.
+
+        Each write is the number of its operation and the written place. The second result says whether the first of
+        these writes fills the whole memory.
+        """
         writes = [(index, place) for index, place in self._writes.get(memory, ()) if index < time]
         for number in range(len(writes) - 1, -1, -1):
             index, place = writes[number]
@@ -165,7 +190,10 @@ class Replay:
         return writes, False
 
     def _value(self, formula: _Formula, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """A box of a value, in new memory; `before` is the same box of the weight's previous value."""
+        """Compute a box of a formula's value, in new memory.
+
+        `before` is the same box of the weight before initialisation.
+        """
         match formula:
             case _Drawn(operation):
                 distribution, parameters, site, *_, shape = operation.args[1:]
@@ -185,7 +213,10 @@ class Replay:
                 return value
 
     def _call(self, applied: _Applied, written: torch.Tensor | None, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """The result of an operator on a box of its operands."""
+        """Run an operator on a box of its operands, and return the result.
+
+        `written` is the tensor that it writes, or None. `before` is the box of the weight before initialisation.
+        """
 
         def value_of(operand: _Formula | torch.Tensor | None) -> torch.Tensor | None:
             if operand is None:
@@ -197,11 +228,11 @@ class Replay:
         return applied.operation.target(*args, **applied.operation.kwargs)
 
     def _tensor(self, place: Place, time: int) -> torch.Tensor:
-        """The whole tensor at a place, as it is before an operation."""
+        """Return the whole tensor at a place, as it is before operation number `time`."""
         return _at(place, self._memory(place.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:
-        """The whole of a memory, flat, as it is before an operation."""
+        """Return the whole of a memory, as a flat tensor, as it is before operation number `time`."""
         writes, is_filled = self._relevant(memory, time)
         count = sum(index < time for index, _ in self._writes.get(memory, ()))
         if (memory, count) in self._wholes:
@@ -217,7 +248,7 @@ class Replay:
         return flat
 
     def _begun(self, memory: int, *, is_written: bool) -> torch.Tensor:
-        """The whole of a memory before its first write; a copy if it will be written."""
+        """Return the whole of a memory before its first write, as a flat tensor; a copy if it will be written."""
         if memory in self._births:
             if (memory, 0) not in self._wholes:
                 self._bear(self._births[memory][0])
@@ -231,7 +262,7 @@ class Replay:
         return found.clone() if is_written else found
 
     def _bear(self, index: int) -> None:
-        """Run an operation that makes memories."""
+        """Run operation number `index`, which creates memories, and keep their whole values in `_wholes`."""
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
             (place,) = operation.results
@@ -249,7 +280,10 @@ class Replay:
                 self._wholes[place.memory, 0] = flat
 
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
-        """Run an operation on whole tensors. It writes to its `own` memories, and to copies of others."""
+        """Run an operation, of number `index`, on whole tensors, and return its results.
+
+        `own` has flat tensors of memories, which the operation may write. It writes to copies of other memories.
+        """
 
         def tensor_of(place: Place) -> torch.Tensor:
             if place.memory in own:
@@ -268,14 +302,14 @@ def _at(place: Place, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with only the dims in `dims`; the dropped dims have one element each."""
+    """Return a view of a tensor with only the dims in `dims`; the dropped dims have one element each."""
     for dim in reversed(range(tensor.dim())):
         tensor = tensor if dim in dims else tensor.select(dim, 0)
     return tensor
 
 
 def _cut(box: Box) -> Iterator[Box]:
-    """Split a box, in order, into boxes of at most `_AT_ONCE` elements; an empty box is returned as it is."""
+    """Yield boxes of at most `_AT_ONCE` elements that make up `box`, in order; an empty box is yielded as it is."""
     if box.numel <= _AT_ONCE:
         yield box
         return

@@ -1,6 +1,6 @@
-"""A safetensors file that is written block by block.
+"""Write a safetensors file block by block.
 
-The library writes a file from tensors that are all in memory. Here, blocks of tensors are gathered, written and freed.
+The library safetensors writes a file from tensors that are all in memory. This module writes and frees each block.
 The format (https://github.com/huggingface/safetensors#format) begins with the length of the header in 8 bytes,
 little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values of all tensors follow, without
 gaps.
@@ -37,7 +37,10 @@ def check_types(tensors: Mapping[str, Unread]) -> None:
 
 
 def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
-    """The names of a file's tensors: wide dtypes first, so that each offset is a multiple of its dtype's size."""
+    """Return the names of a file's tensors in the order of writing.
+
+    Wide dtypes come first, so that each tensor's offset is a multiple of its dtype's size.
+    """
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
@@ -63,7 +66,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, values: torch.Tensor) -> None:
-        """Append the next values."""
+        """Append the values of the next block."""
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
@@ -75,7 +78,7 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file, after the disk has all of it."""
+        """Close the file. Without an error, first wait until all of it is on the disk."""
         try:
             if error is None:
                 self._file.flush()

@@ -1,4 +1,4 @@
-"""The weights of transformers models, in the format of its own files.
+"""Convert between the tensors of a transformers model and the tensors of its files.
 
 A folder may use older names, with or without the prefix of the base model. It may also have other tensors, for example
 one matrix per expert when the model has one tensor for all. The library transformers knows for each class how to
@@ -23,7 +23,7 @@ from autoshard.runtime.weights.unread import Unread
 
 
 def applies_to(model: nn.Module) -> bool:
-    """Whether a model is a transformers model, or of a user's subclass."""
+    """Whether a model is a transformers model, or an instance of a user's subclass of one."""
     transformers = sys.modules.get("transformers")
     if transformers is None or find_spec("transformers.core_model_loading") is None:
         return False
@@ -31,7 +31,19 @@ def applies_to(model: nn.Module) -> bool:
 
 
 def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
-    """The files' tensors in the model's form, by its names; and the files' names that the model lacks."""
+    """Convert the tensors of files to the model's form.
+
+    Args:
+        model: a transformers model.
+        names: the names of the model's tensors.
+        stored: the files' tensors, by their names in the files.
+
+    Returns:
+        The converted tensors by the model's names, and the names in the files that the model lacks.
+
+    Raises:
+        WeightsError: several tensors of the files are one tensor of the model.
+    """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -63,7 +75,13 @@ def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) 
 
 
 def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> dict[str, Unread]:
-    """A model's tensors in the form of `save_pretrained`; `tied` lists the names of each tensor."""
+    """Convert a model's tensors to the form of `save_pretrained`, and return them by their names in files.
+
+    Args:
+        model: a transformers model.
+        tensors: the model's tensors, by name.
+        tied: all names of each tensor. A tied tensor is written once.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     copies = getattr(model, "all_tied_weights_keys", None) or {}
@@ -74,12 +92,12 @@ def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str
 
 
 def optional_among(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Names of tensors that files may lack, according to the model's class."""
+    """Return the names among `names` of tensors that files may lack, according to the model's class."""
     return frozenset(name for name in names if _fits(model._keys_to_ignore_on_load_missing, name))
 
 
 def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
-    """Drop the unexpected names in files that the model's class allows."""
+    """Return the unexpected `names` in files without the names that the model's class allows."""
     buffers = [name for name, _ in model.named_buffers()]
     computed = {path for end, path in _COMPUTED.items() if any(name.endswith(end) for name in buffers)}
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *computed}
@@ -97,7 +115,10 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 _COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""Buffers that models now compute, but old files contain: the end of the buffer's name, and a pattern of file names."""
+"""Buffers that models now compute, but old files contain.
+
+The keys are the ends of buffers' names in the model; the values are patterns of tensor names in files.
+"""
 
 
 def _fits(patterns: Iterable[str] | None, name: str) -> bool:

@@ -1,9 +1,9 @@
 """Tensors that are read only when needed, and only the needed region.
 
-A tensor in a file, or a sharded one, has a shape and a dtype before it is read. Functions that only move values
-(`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another, whose regions consist of regions
-of the first. So a library's code that makes a model's tensors from files' tensors runs before anything is read. Any
-other function runs when its result is read, on whole operands.
+A tensor in a file, or a sharded tensor, has a shape and a dtype before it is read. Functions that only move values
+(`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another `Unread`, whose regions consist of
+regions of the first. So a library's code that makes a model's tensors from files' tensors can run before any value is
+read. Any other function runs on whole operands when its result is read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Region = tuple[slice, ...]
 """A slice of each dim, with a start and a stop, and a step of 1."""
 
 Read = Callable[[Region], torch.Tensor]
+"""Returns the values of a region of one tensor."""
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """The region of a whole tensor."""
+    """Return the region that covers a whole tensor of the given shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[Region]:
-    """Regions of at most `most_bytes`, in the row-major order of a tensor of this shape.
+    """Yield regions of at most `most_bytes` that make up a tensor of this shape, in row-major order.
 
     Example:
         >>> list(blocks_of((3, 2), 4, 16))
@@ -51,12 +52,17 @@ def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """The shape of a region."""
+    """Return the shape of a region."""
     return tuple(part.stop - part.start for part in region)
 
 
 class Unread:
-    """A tensor of `shape` and `dtype`; `read` returns the values of a region.
+    """A tensor of known shape and dtype whose values are not read yet.
+
+    Args:
+        shape: the shape.
+        dtype: the dtype.
+        read: returns the values of a region.
 
     Example:
         >>> whole = torch.arange(6.0).reshape(2, 3)
@@ -81,11 +87,11 @@ class Unread:
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """The values of a region, by default the whole; they may share memory with their source."""
+        """Return the values of a region, by default the whole; they may share memory with their source."""
         return self._read(whole_region(self.shape) if region is None else region)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up methods of tensors, which run as in `__torch_function__`."""
+        """Return a method of `torch.Tensor` for this unread tensor; it runs as functions do (`__torch_function__`)."""
         method = getattr(torch.Tensor, name) if not name.startswith("__") else None
         if not callable(method):
             raise AttributeError(f"a tensor that is not read yet has no {name!r}")
@@ -95,18 +101,21 @@ class Unread:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run a torch function on tensors that are not read yet."""
+        """Apply a torch function to unread tensors; the result is unread too."""
         return _call(function, args, kwargs or {})
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of `function`: on regions of operands if it only moves values, else on whole operands, when read."""
+    """Apply `function` to unread tensors, and return its result, whose tensors are unread.
+
+    If the function only moves values, reading the result reads regions of the operands, else whole operands.
+    """
     moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
     return moved(*args, **kwargs)
 
 
 def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """`torch.cat`."""
+    """Apply `torch.cat` to unread tensors."""
     dim %= len(parts[0].shape)
     shape = list(parts[0].shape)
     others = {(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}
@@ -131,12 +140,12 @@ def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
 
 
 def _stacked(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """`torch.stack`."""
+    """Apply `torch.stack` to unread tensors."""
     return _joined([_unsqueezed(part, dim) for part in parts], dim)
 
 
 def _unsqueezed(tensor: Unread, dim: int) -> Unread:
-    """`torch.unsqueeze`."""
+    """Apply `torch.unsqueeze` to an unread tensor."""
     dim %= len(tensor.shape) + 1
     shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
 
@@ -148,7 +157,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """`torch.squeeze` of one dim, or all."""
+    """Apply `torch.squeeze` to one dim of an unread tensor, or to all dims."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -163,7 +172,7 @@ def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
 
 
 def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
-    """`torch.narrow`."""
+    """Apply `torch.narrow` to an unread tensor."""
     shape = list(tensor.shape)
     shape[dim] = length
 
@@ -175,7 +184,7 @@ def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
 
 
 def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
-    """`torch.split`."""
+    """Apply `torch.split` to an unread tensor."""
     dim %= len(tensor.shape)
     size, sizes = tensor.shape[dim], split_size_or_sections
     if isinstance(sizes, int):
@@ -185,12 +194,12 @@ def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int
 
 
 def _chunked(tensor: Unread, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
-    """`torch.chunk`."""
+    """Apply `torch.chunk` to an unread tensor."""
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
 def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
-    """`torch.transpose`."""
+    """Apply `torch.transpose` to an unread tensor."""
     shape = _swapped(tensor.shape, dim0, dim1)
 
     def read(region: Region) -> torch.Tensor:
@@ -200,7 +209,7 @@ def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
 
 
 def _same(tensor: Unread, *_: Any, **__: Any) -> Unread:
-    """A function that leaves values as they are."""
+    """Return the tensor itself, for functions that leave values as they are."""
     return tensor
 
 
@@ -209,7 +218,10 @@ def _size(tensor: Unread, dim: int | None = None) -> Any:
 
 
 def _computed_by(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to run when its result is read."""
+    """Wrap a function to run on whole operands when its result is read.
+
+    It runs once on the meta device at the call, for the shapes and dtypes of its results.
+    """
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         known, tree = pytree.tree_flatten((args, kwargs))

@@ -1,4 +1,4 @@
-"""Weights of a model from the meta device that have memory, but no values yet.
+"""Keep track of weights that have memory but no values yet, in a model that was built on the meta device.
 
 A model built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its weights are
 zeros until they are written: by `init_weights`, `load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or
@@ -34,7 +34,7 @@ class UnsetWeights:
         self._may_be_some = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnsetWeights:
-        """The unset weights of a copy of the model, whose tensors have versions of their own."""
+        """Return the unset weights of a copy of the model, whose tensors have versions of their own."""
         result = UnsetWeights()
         result._may_be_some = self._may_be_some
         for name, (tensor, version) in self._found.items():
@@ -45,7 +45,7 @@ class UnsetWeights:
 
     @contextmanager
     def getting_memory(self, model: nn.Module) -> Iterator[None]:
-        """Within the context, weights of `model` on the meta device get memory."""
+        """Record as unset the weights of `model` to which the caller gives memory within the context."""
         names = on_meta(model)
         yield
         if names:
@@ -55,7 +55,7 @@ class UnsetWeights:
             self._may_be_some = True
 
     def names(self, model: nn.Module) -> list[str]:
-        """The names of unset parameters and buffers of `model` on this rank."""
+        """Return the names of unset parameters and buffers of `model` on this rank."""
         if self._found:
             tensors = dict(_named(model))
             self._found = {
@@ -66,7 +66,7 @@ class UnsetWeights:
         return list(self._found)
 
     def names_everywhere(self, model: nn.Module, engine: Engine) -> list[str]:
-        """The names of weights that are unset on any rank."""
+        """Return the names of weights that are unset on any rank. All ranks must call."""
         if not self._may_be_some:
             return []
         mine = self.names(model)
@@ -76,7 +76,8 @@ class UnsetWeights:
     def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
         """Raise `TraceError`, on every rank, if a weight of `model` is unset on any rank.
 
-        If only non-persistent buffers are unset, because weights were loaded, `make` initialises them by name.
+        If only non-persistent buffers are unset, because weights were loaded, call `make` with their names to
+        initialise them.
         """
         if not self._may_be_some:
             return
@@ -93,7 +94,7 @@ class UnsetWeights:
 
 
 def on_meta(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers of `model` on the meta device."""
+    """Return the names of the parameters and buffers of `model` on the meta device."""
     return [name for name, tensor in _named(model) if tensor.is_meta]
 
 

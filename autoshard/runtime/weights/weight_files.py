@@ -26,12 +26,18 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MOST_MAPPED_BYTES = 32 * 2**20
-"""Bytes read from a file, including the bytes between rows, before it is reopened."""
+"""A file is reopened after this many bytes have been read from it, including the bytes between rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFiles:
-    """Files to read, and the file of each tensor according to an index."""
+    """Files to read.
+
+    Args:
+        paths: the files.
+        index: the index that lists them; None without an index.
+        promised: the file of each tensor according to the index, by the tensor's name.
+    """
 
     paths: tuple[Path, ...]
     index: Path | None
@@ -39,10 +45,14 @@ class _IndexedFiles:
 
 
 class WeightFiles:
-    """The tensors of some files.
+    """The tensors of a set of safetensors files.
 
     Args:
         path: a folder, a file, or an index.
+
+    Attributes:
+        tensors: the tensors by name; their values are read when needed.
+        homes: the file of each tensor, by the tensor's name.
 
     Raises:
         WeightsError: the message names each missing or damaged file, and each tensor that is not where the index says.
@@ -58,11 +68,11 @@ class WeightFiles:
             raise WeightsError(f"{self.path} cannot be read: {'; '.join(problems)}.")
 
     def describe(self) -> str:
-        """Names, shapes and dtypes of all tensors, as text."""
+        """Return the names, shapes and dtypes of all tensors as text."""
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
     def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
-        """Collect the tensors of each file; yield the problems."""
+        """Collect the tensors of each file in `tensors` and `homes`; yield a text for each problem."""
         for path in found.paths:
             try:
                 tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
@@ -82,7 +92,7 @@ class WeightFiles:
 
 
 class _RegionReader:
-    """Reads regions, and keeps the last file open."""
+    """Reads regions of tensors in files, and keeps the last file open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -90,7 +100,7 @@ class _RegionReader:
         self._mapped_bytes = 0
 
     def read(self, path: Path, name: str, region: Region) -> torch.Tensor:
-        """The values of a region of a tensor in a file."""
+        """Return the values of a region of the tensor `name` in a file."""
         if path != self._path or self._mapped_bytes > _MOST_MAPPED_BYTES:
             self._file = None  # closed before it is opened again
             self._file, self._path, self._mapped_bytes = _opened(path), path, 0
@@ -102,7 +112,7 @@ class _RegionReader:
 
 
 def _touched_bytes(values: torch.Tensor) -> int:
-    """Bytes of a file from the first to the last of some values."""
+    """Return the number of bytes in the file from the first to the last of the values."""
     steps = zip(values.shape, values.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
 
@@ -120,14 +130,14 @@ def _opened(path: Path) -> Any:
 
 
 def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of a tensor in a file, read without its values."""
+    """Return the shape and dtype of a tensor in a file, without reading its values."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
 
 
 def _find(path: Path) -> _IndexedFiles:
-    """The files that a path stands for."""
+    """Return the files that a path stands for: a file, the files of an index, or the files of a folder."""
     if path.is_file():
         return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
@@ -154,7 +164,7 @@ def _find(path: Path) -> _IndexedFiles:
 
 
 def _of_index(path: Path) -> _IndexedFiles:
-    """The files that an index lists."""
+    """Return the files that an index lists."""
     try:
         names = parse(path.read_text(encoding="utf-8"))["weight_map"]
         outside = [file for file in names.values() if not _stays_inside(file)]
@@ -176,5 +186,5 @@ def _stays_inside(file: str) -> bool:
 
 
 def describe(tensor: torch.Tensor | Unread) -> str:
-    """Dtype and shape as text, such as `float32[4, 2]`."""
+    """Return dtype and shape as text, such as `float32[4, 2]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Names of tensors in files and in models.
+"""Match the names of tensors in files to the names of tensors in models.
 
 Files hold parameters and persistent buffers under the names of `state_dict`. A tied parameter can be stored under one
 or several of its names. transformers models have rules of their own (`transformers_weights`).
@@ -18,10 +18,10 @@ from autoshard.runtime.weights.unread import Unread
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The tensors of files that belong to a model.
+    """The match of files' tensors to a model's tensors.
 
     Args:
-        sources: the files' tensors, by the names in the model.
+        sources: the files' tensors, by their names in the model.
         unexpected: names in files that the model lacks.
         optional: names in the model that files may lack.
     """
@@ -32,7 +32,10 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that files can hold: parameters, under all names if tied, and the buffers of the state dict."""
+    """Return the tensors that files can hold, by name: parameters and the buffers of the state dict.
+
+    A tied parameter is there under each of its names.
+    """
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -42,7 +45,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """For each tensor, all its names; tensors and names are in the order of `tensors`."""
+    """Return a tuple of all names for each tensor; tensors and names are in the order of `tensors`."""
     found: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         found.setdefault(id(tensor), []).append(name)
@@ -64,7 +67,15 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 
 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
-    """The tensors to write into files. Tied tensors are written once, under a name that loading maps to the others."""
+    """Return the tensors to write into files, by their names there.
+
+    A tied tensor is written once, under a name from which loading finds its other names.
+
+    Args:
+        model: the model.
+        tensors: its tensors, by name.
+        tied: all names of each tensor.
+    """
     if transformers_weights.applies_to(model):
         return transformers_weights.reverted(model, tensors, tied)
     return {names[0]: tensors[names[0]] for names in tied}
