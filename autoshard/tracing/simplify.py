@@ -3,9 +3,11 @@
 detach(x), alias(x), lift_fresh_copy(x), expand or view to the shape it has, t(t(x))   ->   x
 cat([x, an empty tensor])                                                             ->   x
 a constant tensor whose elements are all equal, a number that becomes a tensor         ->   full(...)
+new_zeros(x, size), new_ones, new_full, new_empty                                      ->   zeros(size), ...
 as_strided(x, ...)                                       ->   as_strided(x as one dim, in the order of its memory, ...)
 
-The last rewrite is needed because a value that moves between devices keeps its elements but not its strides.
+`new_zeros(x, size)` reads no element of `x`, so no rank has to hold `x` for it. The last rewrite is needed because a
+value that moves between devices keeps its elements but not its strides.
 """
 
 from __future__ import annotations
@@ -32,6 +34,13 @@ _RESHAPES = frozenset(
         _ATEN.reshape.default,
     }
 )
+_WITHOUT_OPERAND = {
+    _ATEN.new_zeros.default: _ATEN.zeros.default,
+    _ATEN.new_ones.default: _ATEN.ones.default,
+    _ATEN.new_full.default: _ATEN.full.default,
+    _ATEN.new_empty.default: _ATEN.empty.memory_format,
+}
+"""Operators that read only dtype and device of their operand, with the operators that take these as options."""
 _PREFIXES = {
     InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.INPUT: "", InputKind.TANGENT: "", InputKind.SEED: "",
 }  # fmt: skip
@@ -74,6 +83,11 @@ class Copier:
             args = (_without_empty(args[0]), *args[1:])
         if node.target is _ATEN.native_batch_norm_backward.default:
             args = _with_input_gradient(args)
+        target = _WITHOUT_OPERAND.get(node.target)
+        if target is not None:
+            options = _options_of(node.meta["val"])
+            copy = self.graph.create_node("call_function", target, tuple(args[1:]), options, name=_base_name(node))
+            return self._remember(node, copy)
         order = _memory_order(node)
         if order is not None:
             return self._copy_strided(node, order, args, kwargs)
@@ -157,9 +171,8 @@ class Copier:
         return self._hold(f"constant_{_digest(value)}", value)
 
     def _full(self, like: Tensor, number: Any, name: str) -> fx.Node:
-        options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
         args = (list(like.shape), number)
-        return self.graph.create_node("call_function", _ATEN.full.default, args, options, name=name)
+        return self.graph.create_node("call_function", _ATEN.full.default, args, _options_of(like), name=name)
 
     def _hold(self, name: str, value: Any) -> fx.Node:
         if isinstance(value, Tensor):
@@ -167,6 +180,11 @@ class Copier:
         else:
             setattr(self.graph_module, name, value)
         return self.graph.create_node("get_attr", name, (), {}, name=name)
+
+
+def _options_of(like: Tensor) -> dict[str, Any]:
+    """Return the options with which an operator makes a tensor of the dtype and on the device of another."""
+    return {"dtype": like.dtype, "device": like.device, "pin_memory": False}
 
 
 def _is_alike(first: Tensor, second: Tensor) -> bool:

@@ -1,0 +1,42 @@
+"""Traced graphs have no redundant calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard import tracing
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: x.new_zeros(4, 5),
+    "ones": lambda x: x.new_ones((4, 5), dtype=torch.int64),
+    "full": lambda x: x.new_full((4, 5), 7.5, dtype=torch.float64),
+    "empty": lambda x: x.new_empty(4, 5).fill_(2.0),
+}
+
+
+class Maker(nn.Module):
+    """Add a new tensor to the input's sum."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(x.exp()) + x.sum()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_new_tensor_needs_no_operand(name: str) -> None:
+    """`x.new_zeros(size)` reads no element of `x`, so the traced call does not take `x`, and `x` is not computed."""
+    model, x = Maker(OPERATORS[name]), torch.rand(2, 3)
+    program = tracing.trace(model, (x,), grad=False)
+    made = {str(node.target): node for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("new_" in target or "exp" in target for target in made)
+    assert not any(node.all_input_nodes for target, node in made.items() if f"aten.{name}" in target)
+    (found,) = program.graph_module(x)
+    assert found.dtype == model(x).dtype
+    torch.testing.assert_close(found, model(x))
