@@ -95,10 +95,14 @@ class ProgramFunction(torch.autograd.Function):
 
 
 class GradientFunction(torch.autograd.Function):
-    """`apply(first, names, *tensors, *tangents)` computes the gradients of a call's node, differentiably.
+    """`apply(first, names, *tensors, *tangents)` returns the gradients of a call. Autograd can differentiate them.
 
-    `first` is the context of the call's node, `names` are the names of its tangents. `forward` sets
-    `first.gradient_names`, the names of the returned gradients.
+    Args:
+        first: the context of the call's `ProgramFunction`. `forward` sets `first.gradient_names`, the names of the
+            returned gradients.
+        names: the names of the tangents.
+        tensors: the inputs of the call, in the order of the program's input slots.
+        tangents: the gradients of outputs of the call, in the order of `names`.
     """
 
     @staticmethod

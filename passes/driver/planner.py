@@ -243,7 +243,7 @@ class Planner:
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
         """Return `made(program)` for the program without inner blocks; None if it does not represent the whole model.
 
-        Margins whose blocks are not alike are removed from `margins`.
+        Each of `margins`, the numbers of units kept at each end, is tried in order, and removed if units are not alike.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)

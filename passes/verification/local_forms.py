@@ -96,7 +96,7 @@ class LocalForm:
     results: Sequence[int | Line]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """Return the program's values at all places; None if the program does not make all calls of the form.
+        """Return, for each place, the numbers of the program's values there; None if a call of the form is missing.
 
         Args:
             local: the value numbers of the program.
@@ -112,9 +112,9 @@ class LocalForm:
         return values
 
     def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
-        """Return the program's values that are result number `index`; empty if no call of the program selects it.
+        """Return the numbers of the values that are result number `index`; empty if no call of the program selects it.
 
-        `values` are the program's values at all places, as `find` returns them.
+        `values` has the numbers of the program's values at each place, as `find` returns them.
         """
         place = self.results[index]
         return values[place] if isinstance(place, int) else place.find(local, values)
@@ -161,7 +161,7 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute a traced call on local values.
+    """One way to compute a traced call on local values: the specs of a strategy, and its local form.
 
     Args:
         inputs: specs of the operands, without axes of size one.
@@ -176,7 +176,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The ways to compute a traced call on local values, shared by all equal calls.
+    """Finds the ways to compute a traced call on local values. All equal calls share one object.
+
+    Each strategy of the call gives one `Way`, with the local form that `emit_local` emits for the strategy.
 
     Args:
         node: one of the equal calls.
@@ -190,7 +192,7 @@ class CallForms:
     _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
 
     def ways(self, held: Held) -> Sequence[Way]:
-        """Return the ways to compute the call from operands that are held under the specs `held`."""
+        """Return a `Way` for each strategy whose operands are held: the spec of each operand is in `held`."""
         if held not in self._ways:
             self._ways[held] = list(self._find_ways(held))
         return self._ways[held]
@@ -238,9 +240,9 @@ class LocalForms:
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
-        """Return the ways to compute a traced call.
+        """Return the `CallForms` of a traced call.
 
-        Calls with equal operators, literals, and shapes, strides and dtypes of operands share the result. The facts of
+        Calls with equal operators, literals, and shapes, strides and dtypes of operands share one object. The facts of
         `ranges` about the operands (finite, not zero) must be equal too.
         """
         key = (*call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type), facts_of(node, ranges))

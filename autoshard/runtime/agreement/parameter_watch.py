@@ -27,11 +27,14 @@ _ELEMENTS = 64
 
 
 class ParameterWatch:
-    """Computes numbers about tensors for ranks to compare, from the tensors' present sharding on.
+    """Computes digests of tensors, which ranks compare at each call.
 
-    In-place changes show in torch's version counters. Writes through `.data` do not show there. To find them, each call
-    compares a few elements of a few tensors among the ranks that hold the same piece. Parameters of another pipeline
-    stage have versions too, because all ranks run the user's line that changes a parameter in place.
+    `changes` returns a digest of in-place changes, which show in torch's version counters. Writes through `.data` do
+    not show there. To find them, `sample` returns a digest of a few elements of a few tensors. It is compared among the
+    ranks that hold the same piece. Parameters of another pipeline stage have versions too, because all ranks run the
+    user's line that changes a parameter in place.
+
+    The tensors are grouped for `sample` by their sharding at construction. A new sharding needs a new watch.
 
     Args:
         named: parameters and buffers with their names.
@@ -59,9 +62,10 @@ class ParameterWatch:
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """Return a digest of a few elements of a few tensors, under the fact's name; each turn takes other elements.
+        """Return a dict with one entry: a digest of a few elements of a few tensors. Each turn takes other elements.
 
-        The result is empty if no two ranks hold the same piece of a tensor.
+        The key is the fact's name. The digest is a tensor if the elements are on a device. The dict is empty if no two
+        ranks hold the same piece of a tensor.
         """
         if not self._groups:
             return {}
