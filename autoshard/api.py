@@ -242,8 +242,8 @@ def price(
 ) -> Plan:
     """Price a training step under a recipe in another framework; run nothing.
 
-    The model is traced once for given shapes; further recipes are arithmetic. The recipe fixes the specs of parameters,
-    inputs and values between blocks, and the other specs follow by propagation.
+    The model is traced once for given shapes; later calls with other recipes trace nothing. The recipe fixes the specs
+    of parameters, inputs and values between blocks, and the other specs follow by propagation.
 
     Args:
         model: any module, also on the meta device. A float32 model is priced in `precision`, as in `plan`. The blocks

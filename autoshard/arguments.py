@@ -159,7 +159,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int | None) -> None:
-    """Raise `NotAvailableError` if another framework is named without `recipe` or `global_batch`."""
+    """Raise `NotAvailableError` if another framework is named, and neither `recipe` nor `global_batch` is given."""
     if runtime is not None and recipe is None and global_batch is None:
         raise NotAvailableError(
             f"runtime={runtime!r} is a framework that runs a recipe. Pass recipe=Recipe(...) too, or global_batch= "

@@ -81,8 +81,8 @@ class OutputSlot:
     """One result: the name of its node, its kind, and a name.
 
     The name is "output:0" for an output, the parameter's name for a gradient, and "input:0" for the gradient of an
-    input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). `detached` outputs do not
-    require grad on one device either.
+    input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). A `detached`
+    output requires no grad in the user's model.
     """
 
     node: str

@@ -52,7 +52,7 @@ class Runtime:
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
         schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; () stands for all. A search
-            proposes no other schedule.
+            proposes only these schedules.
         zero_stages: ZeRO stages of the framework; `zero_in_pipelines`: ZeRO stages that work with a pipeline.
         offloads_in_pipelines: whether activations may go to the host with a pipeline.
 

@@ -72,8 +72,8 @@ class CheckReport:
         tolerance: see `Comparison.is_close`.
         small_failure: code of the shortest part of the program that was found to differ; "" if no value differs, or no
             part was found.
-        precisely: the comparisons of a run by the same specs in a more precise dtype with one device in that dtype. It
-            is empty unless a value differs by more than one device's rounding errors explain.
+        precisely: comparisons of a second run, in which the mesh and one device both compute in a wider dtype. It is
+            empty if the rounding errors of one device explain all differences.
     """
 
     plan: Plan
