@@ -205,7 +205,7 @@ def mesh_of(step: Any) -> str:
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """Return the processes that run the model of `step`. All of them must call; `timeout_s` as for `Ranks.of`."""
+    """Return the processes that run the model of `step`, all of which must call; `timeout_s` as for `Ranks.of`."""
     return Ranks.of(model_of(step), timeout_s)
 
 

@@ -158,8 +158,8 @@ class Comparison:
         breakdown, memory_breakdown: parts of the step in seconds, and of the peak in bytes, by name; 0 for a plan
             without the part.
         hidden: seconds of hidden communication, by name.
-        parameters: specs of the parameters that differ; None for a plan without the parameter.
-        outputs: specs of the program's results that differ ("gradient w", "output output:0").
+        parameters: for each parameter whose spec differs, both specs; None for a plan without the parameter.
+        outputs: the same for the program's results, by kind and name ("gradient w", "output output:0").
         meshes: both meshes as text.
         tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
             have different batches.

@@ -238,7 +238,7 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal, by `torch.equal`; complex32, for which it has no kernel, is compared as reals."""
+    """Whether two tensors are equal. Complex32 is compared as pairs of reals, because `torch.equal` refuses it."""
     if left.dtype == torch.complex32:
         left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
     return torch.equal(left, right)

@@ -46,7 +46,7 @@ class Box:
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """Return the box's start and size in some dims only, for a tensor that has just these dims."""
+        """Return the box of a tensor that has only the dims `dims` of this box, in this order."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Operation:
     Args:
         target: the operator.
         args, kwargs: its arguments, with places for tensors.
-        results: for each tensor result, its place if the call made its memory, else None.
+        results: place of each tensor result; None for a result whose memory existed before the call.
         written: places that the call writes to.
     """
 

@@ -49,7 +49,7 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of a step and their savings, counted in computation on each rank.
+    """The kernels of a step, and their savings on each rank. Collectives are not counted.
 
     Args:
         uses: the kernels in running order, phase by phase.

@@ -85,7 +85,7 @@ class Attribute:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """The attribute as the only attribute of its expression."""
+        """A tuple of this attribute alone, as for `NumberOperation.attributes`."""
         return (self,)
 
     def value(self) -> Any:

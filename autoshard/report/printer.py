@@ -217,7 +217,7 @@ def _offload(plan: Plan) -> str:
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
-    """Return number and modules of nodes, the bytes saved and the time spent."""
+    """Return a text of the number and the modules of the nodes, the bytes saved and the time spent."""
     saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
     modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
     return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"

@@ -268,7 +268,7 @@ def _is_finite(number: float) -> bool:
 def _value_text(value: Tensor) -> str:
     """Return code for a tensor of the same shape and dtype. Up to `_LITERAL_ELEMENTS` integers keep their values.
 
-    More integers are drawn from the same range. Floats are drawn anew, positive if all were positive.
+    More integers are drawn from the same range. Bools and floats are drawn anew; floats are positive if all were.
     """
     shape = list(value.shape)
     if value.dtype is torch.bool:
