@@ -41,7 +41,7 @@ class RecomputeMemory:
     Args:
         planning: the problem without recomputation.
         options: the policies that each value may have.
-        spread: known tables over options and policies.
+        spread: cached tables of bytes; alike values share a table.
         wholes: by view, known bytes of the whole memory that the view lies in.
     """
 
@@ -314,27 +314,33 @@ class RecomputeMemory:
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
-        moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
-        rows = []
+        held = []
         for kept in self.policies_of(link.tail):
             is_of_it = tail.is_input or self.options.holds(link.tail, kept)
             is_of_it = is_of_it or (kept in RESTORED and policy in RECOMPUTED)
             whole = self._own_bytes(link) if kept in OFFLOADED and is_of_it else self._whole_bytes(link)
-            rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
-        there = [other is policy for other in self.policies_of(name)]
-        sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
-        return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
+            held.append(np.zeros_like(whole) if is_covered and is_of_it else whole)
+        there = tuple(other is policy for other in self.policies_of(name))
+        alike = (tail.results[link.result], id(tail.strategies), link.result, id(head.strategies), link.operand)
+        key = (*alike, there, *(whole.tobytes() for whole in held))
+        if key not in self.spread:
+            moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
+            rows = [np.where(moved, self._copy_bytes(name), whole[:, None]) for whole in held]
+            self.spread[key] = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
+        return UsedBytes(interval, self.spread[key], (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
         """Return the bytes of the resharded copy that a view needs of its operand, by the view's option."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
-        return local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
+        key = ("copy", value, id(head.strategies), link.operand)
+        if key not in self.spread:
+            self.spread[key] = local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
+        return self.spread[key]
 
     def _own_bytes(self, link: Link) -> Floats:
         """Return the bytes of a link's value, by the option of the site that makes it."""
-        tail = self.planning.space.sites[link.tail]
-        return local_bytes_of(tail.results[link.result], specs_of(tail, link.result), self.planning.space.mesh)
+        return self.planning.memory.of_value(link.tail, link.result)
 
     def _whole_bytes(self, link: Link) -> Floats:
         """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
