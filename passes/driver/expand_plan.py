@@ -114,7 +114,7 @@ class _ExpandedRecompute:
     def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
         """Return the values of the whole program to recompute or offload, in the program's order.
 
-        `items` are those of the short program.
+        `items` are the values of the short program to recompute or offload.
         """
         if not items:
             return ()

@@ -102,8 +102,8 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 def _candidates(call: Call) -> Sequence[Candidate]:
     """Return the candidates on the given meshes, with the call's recipe as their restriction.
 
-    There is one micro-batch if their number is not given, and the call asks for no recipe, batch or stages. Without an
-    optimizer there is one too.
+    If the call does not give the number of micro-batches, there is one micro-batch in three cases. The call asks for no
+    recipe, batch or stages. Or it has no optimizer. Or neither the batch nor the recipe's micro-batch is known.
     """
     recipe = call.recipe or Recipe()
     meshes = meshes_for(recipe, call.target)

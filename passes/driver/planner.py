@@ -100,7 +100,7 @@ class Planner:
         micro_batches: number of micro-batches in a training step.
         load: number of stages and of micro-batches in flight on a pipeline rank.
         with_kernels: whether Triton kernels replace operators, in programs and predictions.
-        for_compiler: whether a compiler fuses the program instead. The prediction counts our Triton kernels as its own.
+        for_compiler: whether a compiler fuses programs. Then `with_kernels` holds for predictions, not for programs.
         with_native: whether torch's fused kernels run semantic operators; otherwise their definitions run.
         cuda_graph: whether predictions are for steps launched from CUDA graphs.
         recipe: restricts the search; None: no restriction.
@@ -209,7 +209,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program of a call without the inner blocks of long lists; None if that is not possible."""
+        """Return the traced program of a call without inner blocks, or None. `margin` is a number as in `_MARGINS`."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)

@@ -118,7 +118,10 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
 
 def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
-    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs."""
+    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs.
+
+    `has_masters` says whether parameters are float32 master weights, and products run in 16 bits.
+    """
     overlaps = overlap_of(cluster) is not None
     return replace(
         OURS,

@@ -209,7 +209,7 @@ def _alone(planning: PlanningProblem, link: Link) -> Floats:
 
 
 def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
-    """Return the value on a link, the specs in which options of the tail make it, and of the head need it."""
+    """Return the value on a link, its spec for each option of the tail, and the needed spec for each of the head."""
     tail, head = planning.space.sites[link.tail], planning.space.sites[link.head]
     return tail.results[link.result], specs_of(tail, link.result), needs_of(head, link)
 

@@ -41,8 +41,8 @@ class RecomputeMemory:
     Args:
         planning: the problem without recomputation.
         options: the policies that each value may have.
-        spread: known tables over options and policies.
-        wholes: by view, known bytes of the whole memory that the view lies in.
+        spread: a cache of tables over options and policies, by the arguments of `_spread`.
+        wholes: a cache of the results of `_whole_bytes`, by the name of a view.
     """
 
     planning: PlanningProblem
@@ -137,10 +137,11 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """Return the item of a forward value after its last use in the forward, where a link still needs its memory.
+        """Return the item of a forward value whose memory a link needs after the value's last use in the forward.
 
-        The item exists under the policies that hold the value if `is_held`, and otherwise under all other policies.
-        While the second life of a held value lasts, the second life counts the bytes.
+        `kept` has the interval of the item, and `link` joins the value to its reader. The item exists under the
+        policies that hold the value if `is_held`, and otherwise under all other policies. While the second life of a
+        held value lasts, the second life counts the bytes.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -364,7 +365,10 @@ class RecomputeMemory:
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """Return an item that exists only under some policies of its variables. `there` has a flag for each policy."""
+        """Return an item that exists only under some policies of its variables.
+
+        `there` has, for each variable, a flag for each of its policies.
+        """
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -377,7 +381,10 @@ def _site(key: Key) -> str:
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """Return a table repeated for each combination of policies, with zeros for combinations without the item."""
+    """Return a table repeated for each combination of policies, with zeros for combinations without the item.
+
+    `there` has, for each axis of the table, a flag for each policy of the axis' variable.
+    """
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

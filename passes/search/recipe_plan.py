@@ -120,8 +120,9 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
 def recipe_mesh(recipe: Execution) -> Mesh:
     """Return the mesh of a recipe, with the slowest axis first as in Megatron-LM, and without axes of one rank.
 
-    With experts, the ranks of data x context are cut into two axes: "expert", the faster one, and "data". If a group of
-    experts does not fit in these ranks, the mesh has the experts' tensor ranks, `expert_tensor`.
+    If experts are shared out, the axes "data" and "expert" replace "data" and "context". They divide the ranks of
+    data x context, and "expert" is the faster axis. If `expert` is no divisor of these ranks, "tensor" has only
+    `expert_tensor` ranks, and the two axes divide all other ranks of a stage (`Execution.expert_ranks`).
     """
     axes = {"pipeline": recipe.pipeline, "data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
     if recipe.expert > 1 and recipe.replicas % recipe.expert == 0:

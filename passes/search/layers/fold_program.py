@@ -123,7 +123,8 @@ def _named(node: fx.Node | None) -> str:
 def _size_before(two: Any, three: Any) -> Any:
     """Return a call's argument for one sequence.
 
-    An int is extrapolated from two and three sequences; others are constant.
+    `two` and `three` are the argument for two and three sequences. An int is extrapolated from them. Any other argument
+    is the same for all numbers of sequences.
     """
     return 2 * two - three if type(two) is int and type(three) is int else two
 
