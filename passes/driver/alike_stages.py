@@ -117,7 +117,7 @@ def _brought(item: _Brought, names: Mapping[str, str], modules: Mapping[str, str
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return, for the name of each node of a program, the name of the node at the same place in an alike program."""
+    """Return the name of each node of `stage`, by the name of the node at the same place in `alike`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 

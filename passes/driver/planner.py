@@ -241,7 +241,7 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made(program)` for the program without inner blocks; None if it does not represent the whole model.
+        """Return `made(program)` for the program without inner blocks; None if the model needs all its blocks.
 
         Each of `margins`, the numbers of units kept at each end, is tried in order, and removed if units are not alike.
         """
@@ -442,7 +442,7 @@ class Planner:
             return None
 
     def _free(self) -> Planner:
-        """Return the planner without constraints on the model's outputs and its parameters' gradients."""
+        """Return the planner without plans, constraints, recipe and `reduce_dtype`, for calls that return gradients."""
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:

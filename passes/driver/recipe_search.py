@@ -203,7 +203,9 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
 
 
 def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
-    """Return the error to raise if no recipe fits. It has the recipe with the least memory, and its largest parts."""
+    """Return the error to raise if no recipe fits. Its message has the recipe with the least memory, and the largest
+    parts of this memory.
+    """
     least = problem.smallest(ceiling=ceiling)
     kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
     if least.recipe is None:

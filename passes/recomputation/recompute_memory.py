@@ -216,7 +216,10 @@ class RecomputeMemory:
 
     @cached_property
     def deaths(self) -> dict[tuple[str, int], int]:
-        """The last use of every value of the split space, including uses through views, as a program point."""
+        """For each value of the split space, the program point of its last use, including uses through views.
+
+        A key is a site's name and the index of a result.
+        """
         links: dict[tuple[str, int], list[Link]] = defaultdict(list)
         for link in self.split.space.links:
             links[link.tail, link.result].append(link)
@@ -236,15 +239,15 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last point at which a second life is counted. After it, the last reader counts the memory."""
+        """Return the last point at which a second life is counted. The last reader then counts the memory."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """For each memory (`_memory_of`), the last point at which it is counted as a second life.
+        """For each memory (`_memory_of`), the last point at which a second life counts its bytes.
 
-        After it, the last of its views counts the memory.
+        After this point, the last view of the memory counts the bytes.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
@@ -296,7 +299,7 @@ class RecomputeMemory:
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """For each site, the points at which the forward reads its values."""
+        """For each site, the points at which its values are resharded for their readers."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)

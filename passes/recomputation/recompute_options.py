@@ -5,8 +5,8 @@ A *policy* says what happens to a value after its last use in the forward:
 * AS_READ: the value stays if the backward reads it, and otherwise is freed at once. Without recomputation, all values
   have this policy.
 * KEPT: the value stays for a recomputation, though the backward does not read it.
-* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes it just before the backward first
-  reads it. EARLY recomputes it before the backward first reads any value of its segment that may be recomputed.
+* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes the value just before its first
+  reader in the backward. EARLY recomputes it before the backward reads any recomputable value of the same segment.
 * HOST_EARLY, HOST_LATE: the value goes to the host and is freed after the forward. LATE fetches it just before the
   backward first reads it. EARLY fetches it before any recomputation might read it.
 

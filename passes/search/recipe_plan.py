@@ -152,7 +152,8 @@ def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
 def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
     """Return the specs of the calls of one block of each kind, and of the parts before and after the blocks.
 
-    `layouts` maps an axis to its layout. The data axis has none, because the batch is split before the program runs.
+    A key is a call's name. `layouts` maps an axis to its layout. The data axis has no layout, because the batch is
+    split before the program runs.
     """
 
     def each(found: Mapping[str, tuple[PartitionSpec, ...]]) -> tuple[PartitionSpec, ...]:
@@ -173,7 +174,7 @@ def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[
 def _parameter_plans(
     priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Execution, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
-    """Return the plan of each parameter of the whole model. Under ZeRO-3, replicas also split the first dim.
+    """Return the plan of each parameter of the whole model, by name. Under ZeRO-3, replicas also split the first dim.
 
     The bytes of a parameter come from the recipe's own numbers of tensor, context and expert ranks. The mesh may lack
     some of these axes.
