@@ -111,7 +111,8 @@ class BucketCollectives:
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
     """Yield the buckets for the collectives of one repeated unit of blocks, in a program that leaves out equal units.
 
-    The unit is cut into as few buckets as `most_bytes` allows. The buckets have about equal sizes, as in the whole program.
+    The unit is cut into as few buckets as `most_bytes` allows. The buckets have about equal sizes, as in the
+    whole program.
 
     Args:
         members: the collectives of the unit, in order. Each stands for `count` collectives of the whole program.

@@ -193,7 +193,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """Count the collectives of a lowered program by operator and communicator ("all_reduce over data")."""
+    """Return the number of a lowered program's collectives, by operator and communicator ("all_reduce over data")."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target
