@@ -39,7 +39,7 @@ _UNBOUNDED = 2.0**62
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Take elements at broadcast index tensors; the result's dims are those of the indices and of unindexed dims."""
+    """Take elements at index tensors. The result has the dims of the broadcast index tensors and the unindexed dims."""
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
     if not call.is_padded:

@@ -261,7 +261,7 @@ def _operand_and_dim(call: PaddedCall, default: int) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """Concatenate tensors. Behind a tensor padded along the dim, only the number in its padding may follow."""
+    """Concatenate tensors. All elements after the first padding along the dim must equal the number in this padding."""
     ranks = [len(value.dims) for value in call.operands]
     dim = call.argument(1, "dim", 0) % max(ranks)
     pieces = [value for value in call.operands if value.shape(0) != (0,) or max(ranks) == 1]
@@ -278,7 +278,7 @@ def _cat(call: PaddedCall) -> Results:
     behind = pieces[first + 1 :]
 
     def padding(region: Region) -> PaddedContent:
-        """Return the content of everything from the padding of the first padded tensor on."""
+        """Return the content of the first padded tensor's padding and of all tensors behind it, together."""
         found = [pieces[first].content(region)]
         for value in behind:
             found.append(value.content(region - {place}))
@@ -296,7 +296,7 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """Pad dims with a number. Behind a padded dim, the number must be that in its padding."""
+    """Pad dims with a number. Behind a dim with padding, the number must equal the number in that padding."""
     (x,) = call.operands
     amounts: Sequence[int] = call.argument(1, "pad")
     number = constant(call.argument(2, "value", 0))

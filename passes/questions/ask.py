@@ -273,7 +273,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a name is an internal one, e.g. of a value that stages exchange, which no user has chosen."""
+    """Whether a name is internal, and not chosen by a user: for example, of a value that stages exchange."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
