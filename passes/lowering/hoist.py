@@ -93,8 +93,8 @@ class _Shared:
         kept: saved node of the forward, by the backward's placeholder for it.
         numbering: value numbers of forward and backward. Nodes with equal values have equal numbers.
         nodes: graph module of each shared node of the forward and the backward, in order.
-        read: numbers of the shared values with memory of their own that other nodes read, directly or through a view.
-            The dict is an ordered set.
+        read: numbers of the shared values that have memory of their own, and that a node outside of `nodes` reads,
+            directly or through a view. The dict is an ordered set.
     """
 
     phased: PhasedProgram

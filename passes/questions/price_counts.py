@@ -150,7 +150,7 @@ class CountsOfPrice:
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """Return (layer class, name of a number) to the number's values on the grid of `_trials`."""
+        """Return a dict from (layer class, name of a number) to the number's values on the grid of `_trials`."""
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
