@@ -120,7 +120,7 @@ class Numbering:
         Args:
             key: the pattern: a structure whose operands are indices into `values`.
             places: the indices that occur in the pattern.
-            values: sets of numbers.
+            values: sets of numbers; the pattern's indices refer to these sets.
         """
         if all(len(values[place]) == 1 for place in places):
             number = self.keys.get(_with_single_operands(key, values))

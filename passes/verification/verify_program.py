@@ -78,7 +78,7 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """Check that the slots of a lowered program are the traced program's slots, and as many as its graph has.
+    """Check that a lowered program has the traced program's slots, one for each input and result of its graph.
 
     The shapes, dtypes and specs of the slots are checked too.
     """
