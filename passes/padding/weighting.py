@@ -31,8 +31,8 @@ def _softmax(call: PaddedCall) -> Results:
     """Return the result of a softmax, in which scores in padding get no weight.
 
     Raises:
-        ReachedError: such a score is neither -inf nor includes a mask's large negative number, or a gradient may be
-            NaN.
+        ReachedError: a score in padding is neither -inf nor includes a mask's large negative number, or a gradient may
+            be NaN.
     """
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)

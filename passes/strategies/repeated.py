@@ -101,8 +101,8 @@ class RepeatedUnits:
         runs: one pair for each run that the left-out units repeat. The pair has the names of the run's sites, in order,
             and the number of times that the left-out units run them again.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site in a run. The
-            runs of a and b with this place follow each other; the name belongs to the later run.
+        starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site of a run. The
+            site lies in a run of a and in a run of b. The later of these two runs counts.
     """
 
     sites: tuple[AlikeSites, ...] = ()

@@ -35,7 +35,7 @@ from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
-"""Value numbers of local values, any of which may be the operand in question."""
+"""A set of value numbers of local values. Any of these values may serve as the same operand."""
 
 Held = tuple[frozenset[PartitionSpec], ...]
 """For each operand of a traced call, the specs under which local values hold it."""
@@ -122,9 +122,10 @@ class LocalForm:
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """Stands for the fx node of a proxy of `_Recording`, and has the proxy's place.
+    """A stand-in for the fx node of a proxy of `_Recording`; it has the proxy's place as `index`.
 
-    Emitters read `args` and `meta` of a new node to compute its fake value. Here both are empty, so they compute none.
+    Emitters compute a new node's fake value from the node's `args` and `meta`. A stand-in has neither operands nor
+    metadata, so emitters compute no fake value.
     """
 
     index: int
@@ -287,7 +288,7 @@ class LocalForms:
     def _forms_of_step(
         self, value: torch.Tensor, spec: PartitionSpec, move: Move, after: PartitionSpec
     ) -> Sequence[LocalForm]:
-        """Return the local forms of a reshard step. A slice has two: alone, and when an all-gather follows it."""
+        """Return the local forms of a reshard step. A slice has two forms: alone, and in front of an all-gather."""
         key = (value.shape, value.dtype, spec, move)
         if key not in self._steps:
             step = self._step(move, spec, after)
@@ -303,7 +304,7 @@ class LocalForms:
         return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
 
     def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
-        """Return the local form of the first of `steps`, if all of them are emitted as one reshard."""
+        """Return the calls that a reshard by all of `steps` emits for the first step, as a local form."""
         recording = _Recording(1)
         reached: list[int] = []
 
