@@ -367,7 +367,8 @@ def _spine(
 ) -> tuple[int, Link | None]:
     """Return the number of pods that a group spans, and a device's share of the uplink to the spine.
 
-    The share is None if the uplink is as wide as the pod's cards, or if the group lies in one pod.
+    The share is None if the uplink is as wide as the pod's cards, or if the group lies in one pod. If groups differ in
+    their members in each pod, each of the `touched` nodes of a group counts as a pod.
     """
     if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
         return 1, None
