@@ -127,7 +127,10 @@ def _matters(name: str) -> bool:
 
 
 def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> list[tuple[str, type, tuple[str, ...]]]:
-    """Return (name of the class, class, names) for each class in which looked-up attributes are found."""
+    """Return (name of a class, the class, names of attributes) for each class that defines some of the attributes.
+
+    `names` has (module's name, module, names of attributes) for each module.
+    """
     found: dict[type, set[str]] = {}
     for kind, looked_up in {(type(module), name) for _, module, names in names for name in names}:
         owner = next((base for base in kind.__mro__ if looked_up in vars(base)), None)

@@ -152,7 +152,7 @@ def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bo
 
 
 def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's two functions for a layer with one state: on a sequence, and on a packed sequence."""
+    """Return two replacements of a torch layer with one state: for a sequence, and for a packed sequence."""
 
     def run(
         x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
