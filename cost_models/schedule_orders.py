@@ -85,7 +85,7 @@ class _Shape:
 
     @property
     def rounds(self) -> int:
-        """Groups of micro-batches that an interleaved schedule takes through the stages of a rank together."""
+        """Number of groups of micro-batches. An interleaved schedule runs one group through all stages of a rank."""
         return max(1, self.micro_batches // self.ranks)
 
     @property
@@ -229,7 +229,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows. Each W comes `rank` backwards after its I, and the remaining W come last."""
+    """Return a rank's rows. Each W runs after `rank` further I have run since its own I; the remaining W run last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )

@@ -22,8 +22,9 @@ from autoshard.ir.watched_numbers import plain_number
 from autoshard.tracing.provenance import PACKAGES
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
-"""Attributes without guards: a program is looked up by its parameters, buffers and modes. Submodules have guards in any
-case.
+"""Attributes that get no guards when they are read.
+
+A program is looked up by its parameters, buffers and modes, and submodules have guards in any case.
 """
 
 _INNER = (*PACKAGES, functools.__file__)

@@ -191,7 +191,7 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Return the seconds that each value takes between two ranks.
+    """Return the seconds that each exchanged value takes between two ranks.
 
     If the two ranks of any of the parallel pipelines are in different nodes, the value crosses the network.
     """

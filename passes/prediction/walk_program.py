@@ -205,7 +205,7 @@ class _PhaseWalk:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a node computes for a call of the traced program, at the call's place."""
+    """Whether a node computes a call of the traced program. Reshards and recomputed nodes do not count."""
     return EMITTED_AT in node.meta and IS_RESHARD not in node.meta and node.meta.get("phase") != PHASE
 
 
