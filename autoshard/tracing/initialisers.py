@@ -1,7 +1,7 @@
 """Runs the initialisers of a model on tensors without memory, and records them.
 
 The order is that of constructors, submodules first. First, `reset_parameters` of each module runs. Then,
-as in transformers, each module is passed to `_init_weights` of the nearest module around it that has this method. Last,
+as in transformers, each module is passed to `_init_weights`: its own, or that of the nearest module around it. Last,
 the user's own function runs on each module, like `model.apply`.
 """
 
