@@ -28,8 +28,8 @@ class Exchange:
 
     Args:
         tensors: the tensors to send. Dim 0 has their rows, first the rows for the first rank.
-        sent: for each rank, the number of rows of each tensor that it gets.
-        received: for each rank, the number of rows of each tensor that come from it.
+        sent: for each rank, the number of rows to send to this rank. It is the same for every tensor.
+        received: for each rank, the number of rows that arrive from this rank, for every tensor.
         is_awaited: whether the arrived tensors are complete. Otherwise the steps wait for them with `arrived`.
     """
 
@@ -42,8 +42,8 @@ class Exchange:
 Steps = Generator[Exchange, list[Tensor], Any]
 """A generator that yields exchanges and returns the operator's results.
 
-Each exchange is answered with a list of the arrived rows of each tensor, first the rows from the first rank. The steps
-own this list, so a tensor that they remove from it is freed.
+After each exchange, the generator receives a list with the arrived rows of each tensor. Rows from the first rank come
+first. Only the generator holds this list, so a tensor that it removes from the list is freed.
 """
 
 

@@ -35,7 +35,8 @@ def _window(
     Args:
         space: the number of spatial dims, which cannot be split.
         results: the number of results.
-        is_linear: whether the operator is linear in its first operand. Integers are rounded, so they are not.
+        is_linear: whether the operator is linear in its first operand. For integers the rule is not linear, because
+            results are rounded.
         carries: further partial values that pass.
     """
 

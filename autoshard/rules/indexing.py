@@ -293,7 +293,8 @@ _REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
 }
 """From the name of a reduction to its `Rule.linear` and `Rule.carries`, for operands 0 (target) and 2 (source).
 
-Several elements of the source may meet at one place, so only partial values of the reduction itself pass through it.
+Several elements of the source may meet at one place. So through the source, only partial values of the same reduction
+pass.
 """
 
 

@@ -82,9 +82,9 @@ class LocalContext(Protocol):
         ...
 
     def group(self, *factors: str) -> str | None:
-        """Return the names of the axes that split all of `factors` at once, joined by commas, or None.
+        """Return the names of the axes that split all of `factors` at once, joined by commas, or None without axes.
 
-        They name the group of ranks along these axes.
+        The text names the group of ranks along these axes.
         """
         ...
 

@@ -119,7 +119,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.linalg_solve_triangular.default)
 def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any) -> Rule:
-    """Return the rule: batches and right-hand sides may be split, the columns of `b`, or its rows for `left=False`."""
+    """Return the rule: batches and right-hand sides may be split.
+
+    Right-hand sides are the columns of `b`, or the rows for `left=False`.
+    """
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
@@ -214,4 +217,7 @@ def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *re
 _GROUPED = Rule(
     "s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped, padding={}, even=("s",)
 )
-"""The rule of a product of groups of rows with one matrix for each group: s rows, k and n the dims of a matrix."""
+"""The rule of a product of groups of rows with one matrix for each group.
+
+The factor s has the rows, and k and n are the dims of a matrix.
+"""

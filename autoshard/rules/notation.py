@@ -60,10 +60,10 @@ class Beside(StrEnum):
     """This operand must not be zero, because it divides the partial sum."""
 
     ANYTHING = "anything"
-    """This operand may have any value. The multiplier of the partial sum is bounded for all values, or independent."""
+    """This operand may have any value. The multiplier of the partial sum is bounded, or independent of this operand."""
 
     NEVER = "never"
-    """No value of this operand is safe: some finite numbers give infinite results, such as a singular matrix."""
+    """No partial sum may pass: finite values of this operand, such as a singular matrix, may give infinite results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ class Rule:
         sizes: sizes of factors that do not follow from shapes: all but one factor of each product.
         local: the rewrite that emits the local calls if some factor is split. Without a rewrite, each rank runs the
             operator unchanged on its local operands.
-        padding: from a factor to the fill values of its operands' padding, if the factor is split unevenly. It is for
-            factors that `autoshard.rules.padding` cannot decide. A rewrite that needs no fill values has `{}`. A call
-            with a rewrite but without this field is only split evenly.
+        padding: from a factor that may be split unevenly to the fill value of padding, in all operands that have the
+            factor. The field is for factors that `autoshard.rules.padding` cannot decide. A rewrite that needs no fill
+            values has `{}`. A call with a rewrite but without this field is only split evenly.
         even: factors that may only be split evenly. `"*"` stands for all factors.
     """
 
