@@ -103,10 +103,10 @@ class Rule:
         carries: further ways for partial values to pass, such as a maximum through a monotone operator.
         added: indices of operands that a result adds to a sum over a factor, such as the bias of `addmm`. If an axis
             splits the factor, these operands must be partial sums over the axis. Otherwise each rank would add them.
-        whole: from a factor to the indices of results that lack it and are whole even if it is split. Either they do
-            not depend on the factor, or the rewrite reduces over it (`context.all_reduce`).
-        exchanged: from a factor along which the rewrite communicates, although no result lacks it, to the least
-            number of elements in a rank's piece. Examples are a softmax over a split dim, and a halo exchange.
+        whole: from a factor to indices of results. They lack the factor, and are whole even if the factor is split.
+            Either they do not depend on the factor, or the rewrite reduces over it (`context.all_reduce`).
+        exchanged: from a factor to the least number of its elements in a rank's piece. The rewrite communicates along
+            the factor, although no result lacks it. Examples are a softmax over a split dim, and a halo exchange.
         together: groups of factors that one axis may split at the same time, such as tokens and experts. They share no
             operand dim. The rewrite communicates along the axis (`context.group`), and the results are not partial.
         blocked: factors that cannot be split, except within a group of `together`.

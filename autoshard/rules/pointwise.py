@@ -357,8 +357,8 @@ def elu_backward(
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
     """Return the rule. Maxima and minima pass only for thresholds of at least 20.
 
-    Above the threshold the result is `x`, which is less than the softplus, so the result steps down. Rounding hides this
-    step for thresholds of at least 20.
+    Above the threshold the result is `x`, which is less than the softplus, so the result steps down. From the threshold
+    20 on, rounding hides the step.
     """
     return _rule([x], (), _if(beta > 0 and threshold >= 20, increasing((0,))))
 

@@ -54,7 +54,7 @@ def _reduction(
 
     Args:
         x: the operand.
-        dim: the reduced dims.
+        dim: the reduced dims. None stands for all dims.
         keepdim: whether the result has the reduced dims with size one.
         reduction: the reduction over the dims.
         is_linear: whether the operator is linear. Then padding is filled with zeros.

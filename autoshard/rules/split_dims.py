@@ -184,9 +184,9 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 
 
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
-    """Emit cumulative sums or products along a split dim, given those of the rank's own piece.
+    """Emit cumulative sums or products along a split dim, given the sums or products of the rank's own piece.
 
-    The total of all pieces before the rank's piece is added, or multiplied.
+    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products.
 
     Args:
         context: the pieces of the rank.

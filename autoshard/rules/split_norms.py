@@ -46,7 +46,7 @@ def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -
 
 
 def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """Return the dtype of a product of normalised elements, in the dtype of statistics, with the weights."""
+    """Return the dtype of a product of weights and normalised elements. The elements have at least 32 bits."""
     return reduce(torch.promote_types, (weight.dtype for weight in tensors(*weights)), wide(x.dtype))
 
 
