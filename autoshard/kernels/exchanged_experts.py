@@ -139,13 +139,19 @@ def _forward(
 
 
 def forward_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result."""
+    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result.
+
+    `arguments` are the operator's arguments, without the group.
+    """
     (out,) = yield from _forward(False, *arguments)
     return out
 
 
 def keeping_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results."""
+    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results.
+
+    `arguments` are the operator's arguments, without the group.
+    """
     return (yield from _forward(True, *arguments))
 
 

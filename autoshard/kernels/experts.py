@@ -110,8 +110,8 @@ def _is_aligned(operand: Tensor) -> bool:
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
     """Sort rows by expert.
 
-    On a CPU, rows without an expert are left out. On other devices they stay, because the host would wait for the
-    device to count them.
+    On a CPU, rows without an expert are left out. On other devices these rows stay. Otherwise the host would wait for
+    the device to count the rows.
 
     Args:
         ids: [R], the expert of each row. A number outside 0 .. experts - 1 stands for no expert.

@@ -116,7 +116,7 @@ def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) 
 def gamma_reference(
     shape: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a gamma number of rate 1 for each shape parameter, in its dtype. It is 0 if the parameter is 0.
+    """Return a gamma number of rate 1 for each shape parameter, in the dtype of `shape`. Parameter 0 gives 0.
 
     Args:
         shape: the shape parameters of the distribution: a shard of a global array.

@@ -140,7 +140,8 @@ def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
     """Whether each rank of a causal ring can take an early and a late block of the sequence (`is_paired`).
 
-    It can if queries and keys are the same tokens, 2 n blocks divide the sequence, and there is no dropout.
+    Four conditions: the ring is causal, queries and keys are the same tokens, 2 n divides the number of tokens, and
+    there is no dropout.
     """
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")

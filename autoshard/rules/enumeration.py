@@ -156,7 +156,8 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
     """Whether each operand and each result has at most one kind of pending reduction over all axes.
 
-    A value that is a partial sum over one axis and a partial maximum over another would depend on their order.
+    A value that is a partial sum over one axis and a partial maximum over another axis would depend on the order of
+    the reductions.
     """
     for output in range(len(rule.outputs)):
         reductions = {carry.result(output) for carry in carried.values()} - {None}

@@ -123,7 +123,7 @@ def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
 def _within_planes(space: int) -> dict[str, Fill]:
     """Return `Rule.padding` that fills a grid with 0, which is a valid position.
 
-    With NaN there, ATen's kernels would read anywhere in memory.
+    With NaN in the padding, ATen's kernels would read anywhere in memory.
     """
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 

@@ -135,7 +135,7 @@ def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
     scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any, **kwargs: Any,
 ) -> Rule | None:  # fmt: skip
-    """Return the rule, or None for scales of blocks.
+    """Return the rule, or None if blocks of an operand have their own scales.
 
     Each operand has one scale, or one scale for each row of `a` and each column of `b`. Products are summed in a wider
     dtype than that of the operands. The contracted factor may be split unless the result is as narrow as the operands.
@@ -156,7 +156,7 @@ def scaled_mm(
 
 
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
-    """Return the dims of a scale, or None for scales of blocks.
+    """Return the dims of an operand's scales, or None if blocks of the operand have their own scales.
 
     A scale with one element has dims of size one. A scale with an element for each of `rows` has the dims `by_row`.
     """

@@ -177,7 +177,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return the carries if `x` is no integer. Products of integers wrap round, and their zero has no sign."""
+    """Return `carries`, or no carries for integers. Products of integers wrap round, and their zero has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 

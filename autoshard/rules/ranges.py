@@ -387,9 +387,7 @@ def _inverse(divisor: Range) -> Range:
 def _power(base: Range, exponent: float) -> Range:
     """Return the range of `base` to a power, for the exponents 2, 0.5, -0.5, -1 and -2.
 
-    For other exponents, return the range of all numbers.
-
-    The root of a negative number is NaN, which ranges ignore.
+    For other exponents, return the range of all numbers. The root of a negative number is NaN, which ranges ignore.
     """
     if exponent == 2:
         ends = [_times(bound, bound) for bound in (base.low, base.high)]

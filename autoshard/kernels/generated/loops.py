@@ -62,7 +62,7 @@ class Loops:
 
 
 def find_loops(group: Group) -> Loops:
-    """Return the loops of a group. Neighbouring axes are merged if every tensor is contiguous over both.
+    """Return the loops of a group. Neighbouring axes are merged if every tensor is contiguous over both axes.
 
     Raises:
         NoLoopsError: the group has no loops.
@@ -267,7 +267,7 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """Return the loops with neighbouring axes merged into one where every tensor is contiguous over both."""
+    """Return the loops with neighbouring axes merged into one if every tensor is contiguous over both axes."""
     sizes = [*rows, *columns]
     starts = [
         place
