@@ -77,7 +77,7 @@ class ElementLayout:
     def tunable(self) -> tuple[str, ...]:
         """Names of the block sizes that tuning may change.
 
-        There are none if a sum is split, because other block sizes would add in another order.
+        The tuple is empty if a sum is split, because other block sizes would add in another order.
         """
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
