@@ -72,7 +72,7 @@ def make_engine(
         wrap, check_in_place, finish_in_place, timeout_s: with processes, as for `DistributedEngine`.
 
     Raises:
-        MeshError: `mesh` is not a mesh, or has more ranks than this run of several processes.
+        MeshError: `mesh` is not a mesh, or the run has several processes, but fewer than `mesh` has ranks.
     """
     if isinstance(mesh, DeviceMesh):
         return DistributedEngine(mesh, wrap, check_in_place, finish_in_place, timeout_s)
@@ -108,7 +108,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return this process's group along an axis: the group of all processes if it fits, or a new group."""
+    """Return this process's group along an axis: the default group if the axis has all processes, else a new group."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

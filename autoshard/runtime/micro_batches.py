@@ -29,7 +29,7 @@ Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A tensor of a batch that was split when it was loaded; `parts` are the rows of each micro-batch."""
+    """A tensor of a batch that is already split: `parts` has the rows of each micro-batch."""
 
     parts: tuple[torch.Tensor, ...]
 
@@ -95,8 +95,8 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
     """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
-    Branches that depend on values may differ between micro-batches. The result is then the program with the branches
-    of the whole batch.
+    If the model branches on values, micro-batches may have different programs. The result is then the program that
+    takes the same branches as the whole batch.
 
     Args:
         sharded: the module.
@@ -104,7 +104,7 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
         find: finds the program for a micro-batch; called once for each.
 
     Raises:
-        NotAvailableError: no part is known to take the branches of the batch.
+        NotAvailableError: no micro-batch is known to take the branches of the whole batch.
     """
     executables, calls = zip(*(find(*part) for part in parts), strict=True)
     found = dict.fromkeys(executables)

@@ -228,7 +228,7 @@ def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
 
 
 def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
-    """Link the files beside the weights in the old folder, such as a tokenizer's, into the new one."""
+    """Link the other files of the old folder, such as a tokenizer's, into the new folder, unless `replaced` matches."""
     for old in path.iterdir() if path.exists() else ():
         new = aside / old.name
         if new.exists() or replaced.fullmatch(old.name):

@@ -22,10 +22,10 @@ from autoshard.runtime.weights.unread import Region, Unread
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files of an adapter."""
+"""The names of the two files of an adapter: its tensors and its configuration."""
 
 _PREFIX = "base_model.model."
-"""The prefix of tensor names in peft's files, which a model that is not a `PeftModel` lacks."""
+"""The prefix of tensor names in peft's files. Names in a model that is not a `PeftModel` lack the prefix."""
 
 _MERGE = "export(path, merge=True) writes the model with its adapters merged into its weights."
 
@@ -204,7 +204,7 @@ def _embedding_and_head(base: Any) -> tuple[Any, Any]:
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Return each adapter's folder (a prefix of file names, such as "other/") and configuration, by its name.
+    """Return the folder (a prefix of file names, such as "other/") and configuration of each adapter, by adapter name.
 
     Raises:
         WeightsError: the model only contains a model of peft.
