@@ -77,7 +77,7 @@ class Executable:
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
     def does(self, update: Update | None) -> bool:
-        """Whether the program updates parameters as `update` says; true if `update` or its own update is None."""
+        """Whether the program updates parameters as `update` says; true if `update` or the program's update is None."""
         mine = self.compiled.update
         if update is None or mine is None or any(update is item for item in self._served):
             return True
@@ -320,7 +320,7 @@ class Executable:
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
     def for_hoisted(self, values: Sequence[LocalValue]) -> list[LocalValue]:
-        """Select the local values that `run_hoisted_on` takes from the result of `read_inputs`."""
+        """Return the elements of `values`, the result of `read_inputs`, that `run_hoisted_on` takes."""
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:

@@ -30,14 +30,14 @@ _PATIENCE_S = 1800.0
 
 
 def world_size() -> int:
-    """Return the number of processes of this run: of the process group, or of `torchrun`, or else 1."""
+    """Return the number of processes of this run: the size of the process group, else `WORLD_SIZE`, else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def share_among_processes(compute: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
-    """Run `compute` on the first process only, and return its result on all."""
+    """Run `compute` on the first process only, and return its result or raise its error on all processes."""
     return compute() if world_size() == 1 else _all_processes(timeout_s).share(compute)
 
 

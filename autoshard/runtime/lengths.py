@@ -159,7 +159,10 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls; return a warning for the log if the search failed."""
+        """Remember the proof for a kind of padded calls.
+
+        Return the warnings to log: one if the search failed, else none.
+        """
         self._known[kind] = proof
         if not proof.reason:
             return ()

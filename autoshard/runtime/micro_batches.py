@@ -37,6 +37,8 @@ class CutBatch:
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
     """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
 
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch.
+
     Raises:
         TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
     """
@@ -64,7 +66,7 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the common size of dim 0 of all tensors of a call; None if they differ."""
+    """Return the common size of dim 0 of all tensors of a call; None if the sizes differ, or without tensors."""
     sizes = _sizes(pytree.tree_leaves((tuple(args), dict(kwargs))))
     return next(iter(sizes)) if len(sizes) == 1 else None
 

@@ -192,7 +192,7 @@ class ProgramRun:
     ) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run forward and backward as a CUDA graph; return the outputs and the gradients.
 
-        They are copied if needed, because a graph's results are valid until its next call.
+        The results are copied if needed, because they are valid only until the graph's next call.
         """
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:

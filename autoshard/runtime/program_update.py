@@ -47,7 +47,7 @@ class ProgramUpdate:
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
         """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
 
-        Return the sum, a scalar, or None, and local values to pass to `run` as `kept`.
+        Return the sum as a scalar (None if the stage does not clip), and local values to pass to `run` as `kept`.
 
         Args:
             carried: the gradients, summed over micro-batches.

@@ -203,7 +203,7 @@ def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """Write the index of several files, and the model's configuration, into a folder."""
+    """Write into a folder the index, if there are several files, and the model's configuration, if it has one."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}

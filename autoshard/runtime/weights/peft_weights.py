@@ -139,7 +139,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
         module: a module of an outlined model, which is changed.
         path: the module's name in the model with peft.
         at: the module's name in the model without peft.
-        layers: receives, for each replaced layer, its name without peft and its name with peft.
+        layers: gets an entry for each replaced layer, from its name without peft to its name with peft.
     """
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
     from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]

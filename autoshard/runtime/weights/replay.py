@@ -282,7 +282,8 @@ class Replay:
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
         """Run an operation, of number `index`, on whole tensors, and return its results.
 
-        `own` has flat tensors of memories, which the operation may write. It writes to copies of other memories.
+        `own` maps the numbers of memories to flat tensors, which the operation may write. If it writes to another
+        memory, it writes to a copy.
         """
 
         def tensor_of(place: Place) -> torch.Tensor:
