@@ -168,7 +168,7 @@ def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) ->
 def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the gradients that autograd needs, by the names of the inputs.
 
-    They come from the program's backward phase, or from a second program if the first lacks a tangent.
+    The gradients come from the program's backward phase, or from a second program if the first lacks a tangent.
     """
     executable, likes = ctx.call.executable, _wanted(ctx)
     if not tangents.keys() <= {slot.slot.name for slot in executable.tangents}:

@@ -100,7 +100,7 @@ class Engine(Protocol):
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
         """Return a tensor of zeros for the user, sharded as `slot` says.
 
-        It is on the ranks that hold the parameter `beside`; None: on the ranks of this engine's mesh.
+        The tensor is on the ranks that hold the parameter `beside`; None: on the ranks of this engine's mesh.
         """
         ...
 
@@ -283,7 +283,7 @@ class SimulatorEngine:
     def place(
         self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
     ) -> None:
-        """Leave the parameters as they are, but give memory to those on the meta device."""
+        """Leave the parameters as they are, but give memory to parameters and buffers on the meta device."""
         for parameter in model.parameters():
             if parameter.is_meta:
                 swap_parameter(parameter, partial(memory_of, device=self.device))

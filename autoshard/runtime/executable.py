@@ -295,7 +295,7 @@ class Executable:
         return _Halves(self.engine.load(halves.inputs), self.engine.load(halves.weights), adding, owned)
 
     def load(self, *, adds: bool = False) -> None:
-        """Load all phases now. They may bind process groups, so all ranks must load together.
+        """Load all phases now. The phases may bind process groups, so all ranks must load together.
 
         Args:
             adds: whether several micro-batches add their gradients.

@@ -5,8 +5,8 @@ step frees nearly all its memory, so the next step takes a page fault for every 
 took 10,000 faults, 5 to 25 % of its time. So this module raises the threshold.
 
 glibc allocates large blocks outside of the heap, and returns them when they are freed. A second threshold is the size
-of the smallest large block. This module raises it to the largest value that glibc itself may choose. Variables of glibc
-that the user has set take precedence.
+of the smallest large block. This module raises this threshold to the largest value that glibc itself may choose.
+Variables of glibc that the user has set take precedence.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class KnownState:
         return self._held.get(executable)
 
     def remember(self, executable: Executable, held: UpdateInputs) -> None:
-        """Remember the inputs of a program's update. They are objects that the optimizer and the model hold."""
+        """Remember the inputs of a program's update: objects that the optimizer and the model hold."""
         self._held.keep(executable, held)
 
 

@@ -140,7 +140,7 @@ def _outline(parameter: torch.Tensor) -> torch.Tensor:
 def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor], bool]) -> None:
     """Raise `TraceError` if the model got new parameters that the engine did not take over when it was compiled.
 
-    They would have to become DTensors, and optimizers that exist already do not hold them.
+    New parameters would have to become DTensors, and optimizers that exist already do not hold them.
     """
     new = [name for name, parameter in model.named_parameters() if not has_adopted(parameter)]
     if new:

@@ -39,7 +39,7 @@ class ProgramUpdate:
     engine: Engine
 
     def load(self) -> None:
-        """Load all graphs now. They may bind process groups, so all ranks of a stage must load together."""
+        """Load all graphs now. The graphs may bind process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
     def run_squares(

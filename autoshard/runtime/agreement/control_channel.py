@@ -68,7 +68,7 @@ class ControlChannel:
         Args:
             value: this rank's message.
             action: the action that follows, for the error message if a rank is lost.
-            timeout_s: seconds without a sign of life after which a rank is lost; default: those of the channel.
+            timeout_s: seconds without a sign of life after which a rank is lost; default: `timeout_s` of the channel.
 
         Raises:
             LostRankError: on every rank, also on a late one, if a rank did not come in time.

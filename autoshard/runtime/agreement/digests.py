@@ -158,7 +158,7 @@ _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torc
 def table_on(device: torch.device) -> torch.Tensor:
     """Return `_BLOCK` odd pseudo-random int64 numbers on a device, the same on every rank.
 
-    They take 16 KiB per device for the life of the process.
+    The numbers take 16 KiB per device for the life of the process.
     """
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)

@@ -30,9 +30,9 @@ class ParameterWatch:
     """Computes digests of tensors, which ranks compare at each call.
 
     `changes` returns a digest of in-place changes, which show in torch's version counters. Writes through `.data` do
-    not show there. To find them, `sample` returns a digest of a few elements of a few tensors. It is compared among the
-    ranks that hold the same piece. Parameters of another pipeline stage have versions too, because all ranks run the
-    user's line that changes a parameter in place.
+    not show there. To find them, `sample` returns a digest of a few elements of a few tensors. The digest is compared
+    among the ranks that hold the same piece. Parameters of another pipeline stage have versions too, because all ranks
+    run the user's line that changes a parameter in place.
 
     The tensors are grouped for `sample` by their sharding at construction. A new sharding needs a new watch.
 
@@ -94,8 +94,8 @@ class ParameterWatch:
     def facts(self) -> Facts:
         """Return facts that show which tensors differ, for the error message.
 
-        The facts are the digests of all pieces that this rank holds, and counts of in-place changes. A tensor's changes
-        are counted if only one rank holds the same piece, or if this rank has no piece.
+        The facts are the digests of all pieces that this rank holds, and counts of in-place changes. The
+        counts are of tensors whose piece no other rank holds, and of tensors of which this rank holds no piece.
         """
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {

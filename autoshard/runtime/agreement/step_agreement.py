@@ -47,7 +47,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Check(Enum):
-    """When ranks compare their calls. They always agree before they compile.
+    """When ranks compare their calls. Ranks always agree before they compile.
 
     Args:
         ALWAYS: at each call.
@@ -301,7 +301,7 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
         model: the model.
         signature: the call as text.
         mesh: the mesh.
-        placed: names of parameters that an earlier program sharded. They were compared then, and are left out.
+        placed: names of parameters that an earlier program sharded. They are left out, as they were compared then.
     """
     known = {f"parameter {name!r}" for name in placed}
     return {
