@@ -22,8 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autoshard.ir.offload import Offload
-from autoshard.ir.recompute import Recompute
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
 from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, peak_under
@@ -56,19 +54,14 @@ class Decision:
     """The result of a search over specs, before lowering.
 
     Args:
-        planning: the planning problem of the program as it will run, with recomputed nodes.
-        solution: the best solution, with one option for each variable of `planning`.
-        recompute: the recomputed values.
-        offload: the offloaded values.
+        searched: the best solution, and perhaps one that leaves memory to collectives beside computation. Their
+            problems are of the program as it will run, with recomputed nodes.
         baselines: for each known recipe, its best solution without recomputation; None if no solution fits.
         bucketed: the best solution by other prices: collectives of parameters and gradients are in buckets, and the
             time that computation hides does not count.
     """
 
-    planning: PlanningProblem
-    solution: Solution
-    recompute: Recompute
-    offload: Offload
+    searched: tuple[JointSolution, ...]
     baselines: Mapping[str, Solution | None]
     bucketed: Solution | None = None
 
@@ -82,13 +75,13 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
         cluster, options: the cluster and the options of the search. After its time budget no further choice is lowered.
             Known recipes that may be faster than the plan are then left out.
     """
-    lowering = _ChoiceLowering(planning, found.solution.lower_bound, cluster, options)
-    own = lowering(found.solution, found.planning)
-    own = replace(own, plan=replace(own.plan, recompute=found.recompute, offload=found.offload))
+    lowering = _ChoiceLowering(planning, found.searched[0].solution.lower_bound, cluster, options)
+    searched = [(lowering(each.solution, each.planning), each) for each in found.searched]
+    own, joint = min(searched, key=lambda pair: pair[0].plan.predicted.step_time_s)
     known = {name: each for name, each in found.baselines.items() if each is not None}
     others = {each.choice: each for each in (*known.values(), found.bucketed) if each is not None}
-    lowered = {found.solution.choice: own} if found.planning is planning else {}
-    rough_s = _rough_steps(found, own, [each for each in others.values() if each.choice not in lowered], lowering)
+    lowered = {each.solution.choice: made for made, each in searched if each.planning is planning}
+    rough_s = _rough_steps(joint, own, [each for each in others.values() if each.choice not in lowered], lowering)
     least_s, late = min(plan.predicted.step_time_s for plan in (own.plan, *options.elsewhere)), set[_Choice]()
     for choice in sorted(rough_s, key=rough_s.__getitem__):
         if rough_s[choice] > lowering.near * least_s:
@@ -103,9 +96,11 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
     done = {name: steps[each.choice] for name, each in known.items() if each.choice in steps}
     best = _fastest_of(fitting, [step for step in done.values() if step is not None], cluster)
     if best is not own:
-        chosen = next(others[choice] for choice, made in lowered.items() if made is best)
-        recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, chosen)), peak_under(options))
-        best = replace(best, plan=replace(best.plan, recompute=recompute, offload=offload))
+        chosen = next(choice for choice, made in lowered.items() if made is best)
+        joint = next((each for made, each in searched if made is best), None) or JointSolution(planning, others[chosen])
+    without, joint = joint_with_blocks(joint) if joint.planning is planning else (planning, joint)
+    recompute, offload = savings_of(without, joint, peak_under(options))
+    best = replace(best, plan=replace(best.plan, recompute=recompute, offload=offload))
     names = [name for name in found.baselines if name not in known or known[name].choice not in late]
     left = {name: partial(lowering.step_of, each) for name, each in known.items() if name not in done}
     baselines = BaselineSteps(names, {**dict.fromkeys(names - known.keys()), **done}, left)
@@ -169,7 +164,7 @@ class _ChoiceLowering:
 
 
 def _rough_steps(
-    found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
+    found: JointSolution, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
     """Return the rough steps of choices, in seconds.
 

@@ -31,9 +31,8 @@ from passes.planning.search import Search, first_bound
 from passes.planning.tie_axes import space_in_time, tied_levels
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
-from passes.recomputation.recompute_search import solve_jointly
-from passes.recomputation.savings import savings_of
-from passes.recomputation.whole_blocks import joint_with_blocks, with_whole_blocks
+from passes.recomputation.recompute_search import solve_jointly, solve_with_room
+from passes.recomputation.whole_blocks import with_whole_blocks
 from passes.solver.assignment import Solution
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS
@@ -127,18 +126,16 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         near = nearest_recipe(planning, baselines, cluster, options)
         if near is None:
             raise DearMeshError(steps_when_read(planning, baselines, cluster, options))
-        savings = savings_of(*joint_with_blocks(JointSolution(planning, near)), peak_of)
-        return Decision(planning, replace(near, lower_bound=bound), *savings, baselines)
+        return Decision((JointSolution(planning, replace(near, lower_bound=bound)),), baselines)
     options.control.problem = ALL_PLANS
     start = [found for found in baselines.values() if found is not None]
     recompute = options.recompute and (options.recipe is None or options.recipe.recompute is None)
     offload = options.offload and (options.recipe is None or options.recipe.offload is None)
     before = None if options.before is None else solution_of(options.before, planning, allowed)
-    found = solve_jointly(
-        planning, search, allowed, start, peak_of, recompute=recompute, offload=offload, before=before
-    )
-    without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
-    decision = Decision(found.planning, found.solution, *savings_of(without, found, peak_of), baselines)
+    terms = (allowed, start, peak_of)
+    found = solve_jointly(planning, search, *terms, recompute=recompute, offload=offload, before=before)
+    roomy = solve_with_room(found, planning, search, *terms, recompute=recompute, offload=offload)
+    decision = Decision((found,) if roomy is None else (found, roomy), baselines)
     keeping_all = [*start, found.solution] if found.planning is planning else start
     if not options.with_baselines or not keeping_all or options.control.is_over():
         return decision
