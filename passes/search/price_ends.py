@@ -18,7 +18,7 @@ GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
-class EndLoad(NamedTuple):
+class RankLoad(NamedTuple):
     """The parameters of a pipeline rank, and its computation for one micro-batch.
 
     Args:
@@ -32,7 +32,7 @@ class EndLoad(NamedTuple):
     backward_s: float
 
 
-def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
+def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
     """Return the seconds that a pipeline rank needs for the end of a step, by part.
 
     The parts are "gradient reduction", "parameter gathering" and "optimizer". If the runtime overlaps the reduction

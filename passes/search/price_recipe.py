@@ -28,7 +28,7 @@ from cost_models.streams import beside, slowed
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import Busy, LayerPrice, PhasePrice
 from passes.search.pipeline_stages import Floats, Stage, cuts_backward, layer_counts, rank_counts, stages_time
-from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
+from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, RankLoad, end_times
 from passes.search.price_memory import kept_bytes
 from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
@@ -265,10 +265,10 @@ class Step:
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
-def load_of(counts: Sequence[float], times: LayerTimes) -> EndLoad:
+def load_of(counts: Sequence[float], times: LayerTimes) -> RankLoad:
     """Return the parameters and the computation of a pipeline rank; `counts` is its number of layers of each class."""
     parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
-    return EndLoad(*(float(np.dot(counts, part)) for part in parts))
+    return RankLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:

@@ -13,7 +13,7 @@ from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
 from cost_models.step import InStep
 from cost_models.streams import beside
-from passes.search.pipeline_stages import share_out
+from passes.search.pipeline_stages import cut_into_stages
 from passes.search.price_ends import exchange_times
 from passes.search.price_recipe import (
     Step,
@@ -39,7 +39,7 @@ def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
     cluster = cluster or _cluster(recipe)
     prices = PRICED.counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
-    return Step(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
+    return Step(prices, cut_into_stages(BLOCKS, recipe), recipe, groups, cluster).time_s
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
