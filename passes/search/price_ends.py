@@ -11,7 +11,7 @@ from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
-from cost_models.streams import beside
+from cost_models.streams import concurrent_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -40,9 +40,9 @@ def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluste
     """
     reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
     if recipe.runtime.overlap_gradients:
-        reduce_s = beside(load.backward_s, reduce_s) - load.backward_s
+        reduce_s = concurrent_time(load.backward_s, reduce_s) - load.backward_s
     if recipe.runtime.overlap_parameters:
-        gather_s = beside(load.forward_s, gather_s) - load.forward_s
+        gather_s = concurrent_time(load.forward_s, gather_s) - load.forward_s
     elements = load.dense / groups.zero.size + load.expert / groups.expert_replicas.size
     elements = elements if recipe.zero else load.dense + load.expert
     update_s = memory_time(elements * update_bytes(recipe), cluster.device)
