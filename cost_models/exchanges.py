@@ -23,12 +23,12 @@ class Exchanged(NamedTuple):
     Args:
         size_bytes: bytes that the busiest rank has to distribute, including the share that stays on the rank.
         is_shift: whether all bytes go to the next rank of a ring; otherwise each rank gets a share (an all-to-all).
-        beside: share of the call's own computation that overlaps with the exchange.
+        overlapped_share: share of the call's own computation that overlaps with the exchange.
     """
 
     size_bytes: float
     is_shift: bool = False
-    beside: float = 0.0
+    overlapped_share: float = 0.0
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that leave the rank, in a group of so many ranks."""
@@ -42,7 +42,7 @@ class Exchanged(NamedTuple):
         sent_s = (shift_time if self.is_shift else all_to_all_time)(self.size_bytes, group)
         if overlap is None:
             return sent_s
-        return sent_s - (1 - overlap.slowdown) * min(sent_s, self.beside * computed_s)
+        return sent_s - (1 - overlap.slowdown) * min(sent_s, self.overlapped_share * computed_s)
 
 
 EXCHANGES: dict[str, Callable[[Tensors, Arguments], list[Exchanged]]] = {}

@@ -193,7 +193,7 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
     row, weight = arriving * _row_bytes(operands[0]), arriving * operands[2].itemsize
     first, second = (shape.flops for shape in _products(operands, arriving))
     whole = 3 * first + 2 * second
-    there, back = Exchanged(row, beside=first / whole), Exchanged(row, beside=(first + second) / whole)
+    there, back = (Exchanged(row, overlapped_share=flops / whole) for flops in (first, first + second))
     return [Exchanged(_counts_bytes(experts)), Exchanged(row), there, Exchanged(weight), back, Exchanged(weight)]
 
 
@@ -205,7 +205,7 @@ def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged
     operands = _operands_of_kept(inputs)
     arriving = _arriving(operands, _count(arguments[9]))
     row, weight = arriving * _row_bytes(operands[0]), Exchanged(arriving * operands[2].itemsize)
-    return [Exchanged(row), weight, Exchanged(row, beside=0.5), weight]
+    return [Exchanged(row), weight, Exchanged(row, overlapped_share=0.5), weight]
 
 
 def _row_bytes(x: TensorInfo) -> int:

@@ -63,7 +63,7 @@ def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
     """
     q, k, v = inputs[:3]
     hops = len(_lengths(arguments))
-    round_trip = [Exchanged(size_bytes((k, v)), is_shift=True, beside=1 / hops)] * (hops - 1)
+    round_trip = [Exchanged(size_bytes((k, v)), is_shift=True, overlapped_share=1 / hops)] * (hops - 1)
     return _between(arguments, (q, k, v), round_trip, (_out(q, v), _lse(q)))
 
 

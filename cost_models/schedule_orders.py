@@ -177,10 +177,10 @@ def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages
 @lru_cache(maxsize=8192)
 def _counted_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, ...]:
     kinds = [rows[:, 1] for rows in order_rows(schedule, ranks, micro_batches, virtual_stages)]
-    return tuple(int(np.cumsum(_COMES_AND_GOES[kind]).max()) for kind in kinds)
+    return tuple(int(np.cumsum(_CHANGE_IN_FLIGHT[kind]).max()) for kind in kinds)
 
 
-_COMES_AND_GOES = np.array([1, -1, 0, -1])
+_CHANGE_IN_FLIGHT = np.array([1, -1, 0, -1])
 """By how much an action of each kind changes the number of micro-batches in flight."""
 
 
@@ -273,14 +273,14 @@ class _Counting:
     Args:
         rows: (stage, kind, micro-batch, fused with the previous action) of each action so far.
         forwards, backwards, weights: stage to its number of F, of B and I, and of W so far.
-        owed: (stage, micro-batch) of each W that a backward has put off, the oldest first.
+        put_off: (stage, micro-batch) of each W that a backward has put off, the oldest first.
     """
 
     rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)
     forwards: Counter[int] = field(default_factory=Counter)
     backwards: Counter[int] = field(default_factory=Counter)
     weights: Counter[int] = field(default_factory=Counter)
-    owed: deque[tuple[int, int]] = field(default_factory=deque)
+    put_off: deque[tuple[int, int]] = field(default_factory=deque)
 
     def run(self, stage: int, *kinds: ActionKind) -> None:
         """Append the stage's next action of each kind, one after the other."""
@@ -292,10 +292,10 @@ class _Counting:
         self._next(forward_stage, F)
         self._next(backward_stage, B, joined=True)
 
-    def repay(self) -> None:
+    def run_put_off(self) -> None:
         """Append the W that was put off first, if any is left."""
-        if self.owed:
-            stage, index = self.owed.popleft()
+        if self.put_off:
+            stage, index = self.put_off.popleft()
             self.rows.append((stage, W, index, False))
 
     def _next(self, stage: int, kind: ActionKind, joined: bool = False) -> None:
@@ -304,7 +304,7 @@ class _Counting:
         index = counts[stage]
         counts[stage] = index + 1
         if kind is I:
-            self.owed.append((stage, index))
+            self.put_off.append((stage, index))
         self.rows.append((stage, kind, index, joined))
 
 
@@ -348,7 +348,7 @@ def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
         made.run(last, F)
     for _ in range(after):
         made.run(last, I)
-        made.repay()
+        made.run_put_off()
         made.run(last, F)
     for turn in range(shape.micro_batches - 2 * p + rank + 1):
         if turn == 0 and after == 0:  # apart, for the gradient of the last stage's first micro-batch to leave early
@@ -372,10 +372,10 @@ def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) ->
     for turn in range(2 * (rank + 1)):
         made.run(last if turn % 2 == 0 else first, B if turn <= rank else I)
     for _ in range(after):
-        made.repay()
+        made.run_put_off()
         made.run(first, I)
-    while made.owed:
-        made.repay()
+    while made.put_off:
+        made.run_put_off()
 
 
 @dataclass(frozen=True, slots=True)

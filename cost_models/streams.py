@@ -92,7 +92,7 @@ def overlap_of(cluster: Cluster) -> Overlap | None:
     return Overlap(slowdown=_number("network_slowdown")) if cluster.nodes > 1 else None
 
 
-def beside(computation_s: float, communication_s: float) -> float:
+def concurrent_time(computation_s: float, communication_s: float) -> float:
     """Seconds until computation and communication that start together are both done.
 
     This is max(communication, computation + slowdown * min(computation, communication)).

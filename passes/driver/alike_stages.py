@@ -22,21 +22,21 @@ from autoshard.ir.staged import crosses_stages, is_of_weights
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 
-Asked = Callable[[str], Hashable]
+Requirements = Callable[[str], Hashable]
 """A function from a slot's name to the requirements on its value: its constraints, and the spec that it already has."""
 
 
-def form_of(stage: Program, asked: Asked) -> str:
+def stage_key(stage: Program, requirements: Requirements) -> str:
     """Return a short hash of a stage, which is equal for alike stages.
 
     Args:
         stage: the stage's program after the cut, with its update.
-        asked: the requirements on each slot, see `Asked`.
+        requirements: see `Requirements`.
     """
-    return hashlib.sha256("\n".join(_lines(stage, asked)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(_lines(stage, requirements)).encode()).hexdigest()
 
 
-def _lines(stage: Program, asked: Asked) -> Iterator[str]:
+def _lines(stage: Program, requirements: Requirements) -> Iterator[str]:
     places: dict[fx.Node, int] = {}
     for node in stage.graph.nodes:
         if node.op == "output":
@@ -49,14 +49,15 @@ def _lines(stage: Program, asked: Asked) -> Iterator[str]:
         places[node] = len(places)
     named = {node.name: place for node, place in places.items()}
     for slot in stage.inputs:
-        yield f"{named[slot.node]} {_slot_form(slot.name, slot.kind, asked)} {[asked(name) for name in slot.aliases]}"
+        aliases = [requirements(name) for name in slot.aliases]
+        yield f"{named[slot.node]} {_slot_form(slot.name, slot.kind, requirements)} {aliases}"
     for slot in stage.outputs:
-        yield f"{named[slot.node]} {_slot_form(slot.name, slot.kind, asked)} {slot.detached}"
+        yield f"{named[slot.node]} {_slot_form(slot.name, slot.kind, requirements)} {slot.detached}"
 
 
-def _slot_form(name: str, kind: str, asked: Asked) -> tuple[Hashable, ...]:
+def _slot_form(name: str, kind: str, requirements: Requirements) -> tuple[Hashable, ...]:
     role, colon, _ = name.partition(":")
-    return kind, role if colon else "", crosses_stages(name), is_of_weights(name), asked(name)
+    return kind, role if colon else "", crosses_stages(name), is_of_weights(name), requirements(name)
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:

@@ -25,7 +25,7 @@ from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
 from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
 from passes.driver.fixed_plan import micro_batches_of, precision_of, refuse_scaling, update_for
-from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of, whole_mesh
+from passes.driver.pipelines import check_pipeline, pipeline_arguments, pipeline_of, whole_mesh
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
@@ -59,10 +59,11 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     if call.recipe is not None and isinstance(mesh, DeviceMesh | Mesh):
         check_mesh(call.recipe, whole_mesh(mesh))
     known = planner.fixed or planner.made
-    asked = asked_of(known, mesh, call.micro_batches if known else _micro_batches(call, whole_mesh(mesh)), call.recipe)
-    micro_batches = micro_batches_of(known, asked.micro_batches, trains=optimizer is not None)
+    wanted = call.micro_batches if known else _micro_batches(call, whole_mesh(mesh))
+    arguments = pipeline_arguments(known, mesh, wanted, call.recipe)
+    micro_batches = micro_batches_of(known, arguments.micro_batches, trains=optimizer is not None)
     planner = replace(planner, micro_batches=micro_batches)
-    pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches)
+    pipeline = pipeline_of(mesh, arguments.schedule, arguments.virtual_stages, micro_batches)
     if pipeline is not None:
         check_pipeline(update, call)
     engine, messages = make_engines(

@@ -78,7 +78,7 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PipelineArguments:
     """The pipeline arguments of a call, completed from the plan that the call uses."""
 
     micro_batches: int | None
@@ -86,15 +86,17 @@ class Asked:
     virtual_stages: int
 
 
-def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None) -> Asked:
+def pipeline_arguments(
+    plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None
+) -> PipelineArguments:
     """Return the pipeline arguments of a call. A plan with stages decides them.
 
     Raises:
         PlanMismatchError: the call contradicts the plan, or the mesh has no axis for the plan's stages.
     """
-    asked = Asked(micro_batches, recipe and recipe.schedule, (recipe and recipe.virtual_stages) or 1)
+    given = PipelineArguments(micro_batches, recipe and recipe.schedule, (recipe and recipe.virtual_stages) or 1)
     if plan is None:
-        return asked
+        return given
     if plan.order is not None and PIPELINE_AXIS not in _axis_names(mesh):
         raise PlanMismatchError(
             f"The plan has {len(plan.stages)} stages, for {plan.mesh}, and no axis of {mesh} is named 'pipeline'. Run "
@@ -103,7 +105,7 @@ def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Re
     of_order = {} if plan.order is None else _of_order(plan, plan.order)
     if plan.order is not None or plan.mesh == whole_mesh(mesh):
         _check_same({**_fields(plan.recipe), **of_order}, {"micro_batches": micro_batches, **_fields(recipe)})
-    return Asked(**of_order) if of_order else asked
+    return PipelineArguments(**of_order) if of_order else given
 
 
 def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from cost_models.hardware import Cluster
 from passes.driver.candidates import candidates_found, with_batch
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.plan_of_choice import kernels_of
-from passes.driver.price_again import none_with
+from passes.driver.price_again import error_of_no_recipe
 from passes.driver.pricing import narrow_dtype
 from passes.driver.recipe_search import RecipeSearch, recipe_search
 from passes.lowering.lower_program import prepare_for
@@ -115,13 +115,14 @@ class PlanAgain:
         """Return the fastest plan of the recipes that the outer search proposes with the fields of the change.
 
         Raises:
-            RecipeError, NotAvailableError, DoesNotFitError: no recipe with these fields was found, see `none_with`.
+            RecipeError, NotAvailableError, DoesNotFitError: no recipe with these fields was found
+                (`error_of_no_recipe`).
         """
         search = self._recipes(", ".join(change.fields))
         problem = search.problem
         found = problem.proposals(change.fields, Ceiling.within(search.time_budget_s))
         if found[0].recipe is None:
-            raise none_with(search, found[0], change.fields)
+            raise error_of_no_recipe(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
         request, batch, fixed = self.planned.request, problem.base.batch, {**problem.pinned, **change.fields}
         candidates = candidates_found(found, fixed, problem.cluster, batch)

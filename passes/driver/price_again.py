@@ -96,11 +96,11 @@ class PriceAgain:
         search = replace(self.search, problem=problem)
         found = problem.best(only=change.fields, known=known, ceiling=Ceiling.within(search.time_budget_s))
         if found.recipe is None:
-            raise none_with(search, found, change.fields)
+            raise error_of_no_recipe(search, found, change.fields)
         return price_found(search, found, {})
 
 
-def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
+def error_of_no_recipe(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
     """Return the error for a search that found no recipe.
 
     Its message says that time ran out, that no recipe has the allowed values, or that no such recipe fits into memory.

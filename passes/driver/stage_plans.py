@@ -229,14 +229,14 @@ class StagePlans:
             waiting, least = [], dict[Hashable, float]()
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
-                form = search.forms[number]
-                is_least = form in search.least  # a lower limit would give the same plan
+                key = search.keys[number]
+                is_least = key in search.least  # a lower limit would give the same plan
                 if over[rank] > 0 and not is_least:
                     less = min(has, limit or has) - max(1, over[rank])
-                    least[form] = min(less, least.get(form, less))
+                    least[key] = min(less, least.get(key, less))
                     waiting.append(number)
             for number in waiting:
-                limits[number] = least[search.forms[number]]
+                limits[number] = least[search.keys[number]]
             if not waiting:
                 break
         raise self._does_not_fit(needed, budget, order)

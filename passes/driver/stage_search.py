@@ -16,7 +16,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.request import Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import CutProgram, StageProgram
-from passes.driver.alike_stages import form_of, rename_plan, rename_slots
+from passes.driver.alike_stages import rename_plan, rename_slots, stage_key
 from passes.driver.expand_plan import expand_plan
 from passes.driver.leave_out_units import leave_out_units
 from passes.driver.planner import Planner
@@ -47,10 +47,10 @@ class StageSearch:
         in_flight: for each rank, the most micro-batches that it holds.
         request: the call.
         before: a plan of the call in as many stages, with which searches begin.
-        problems: planning problems, by form or by number of a stage. They belong to one program and its cuts.
-        found: results by form and memory limit: the number of the searched stage, and its plan and program.
-        least: for forms without a plan within a limit, the bytes of the smallest plan.
-        forms: for each stage, a key that alike stages share, see `form_of`.
+        problems: planning problems, by key or by number of a stage. They belong to one program and its cuts.
+        found: results by key and memory limit: the number of the searched stage, and its plan and program.
+        least: for keys without a plan within a limit, the bytes of the smallest plan.
+        keys: for each stage, a key that alike stages share, see `stage_key`.
     """
 
     planner: Planner
@@ -63,10 +63,10 @@ class StageSearch:
     problems: dict[Hashable, PlanningProblem]
     found: dict[tuple[Hashable, float | None], tuple[int, StageProgram]] = field(default_factory=dict)
     least: dict[Hashable, int] = field(default_factory=dict)
-    forms: list[Hashable] = field(default_factory=list, init=False)
+    keys: list[Hashable] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.forms.extend(self._form(number) for number in range(len(self.cut.stages)))
+        self.keys.extend(self._key(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
         """Return the plan and program of a stage within a memory limit of its rank, in bytes.
@@ -77,7 +77,7 @@ class StageSearch:
         Raises:
             DoesNotFitError: no plan of the stage fits, and no larger plan is known.
         """
-        key = self.forms[number], limit
+        key = self.keys[number], limit
         if key not in self.found:
             self.found[key] = number, self._search(number, limit)
         first, made = self.found[key]
@@ -88,13 +88,13 @@ class StageSearch:
 
     def alike(self, number: int) -> Sequence[int]:
         """Return the numbers of all stages that are like stage `number`, with this number."""
-        return [other for other, form in enumerate(self.forms) if form == self.forms[number]]
+        return [other for other, key in enumerate(self.keys) if key == self.keys[number]]
 
     def problem(self, number: int) -> PlanningProblem:
         """Return the planning problem of stage `number` with all its blocks."""
-        return self._share(number, None).problem(self.cut.stages[number], self.mesh, {})
+        return self._planner_of_stage(number, None).problem(self.cut.stages[number], self.mesh, {})
 
-    def _form(self, number: int) -> Hashable:
+    def _key(self, number: int) -> Hashable:
         """Return the key of a stage that alike stages share.
 
         It is the stage's number if a question changes this stage alone.
@@ -104,18 +104,18 @@ class StageSearch:
             return number
         constraints, placed = self._constraints(stage), self.request.placed
 
-        def asked(name: str) -> Hashable:
+        def requirements(name: str) -> Hashable:
             specs = [spec for pattern, spec in constraints.items() if fnmatchcase(name, pattern)]
             return tuple(map(repr, specs)), repr(placed.get(name))
 
-        return form_of(stage, asked)
+        return stage_key(stage, requirements)
 
     def _constraints(self, stage: Program) -> dict[str, PartitionSpec]:
         found = whole_outputs(stage, self.planner.constraints, gather=self.planner.gather_outputs)
         whole = {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
-    def _share(self, number: int, limit: float | None) -> Planner:
+    def _planner_of_stage(self, number: int, limit: float | None) -> Planner:
         """Return the planner for one stage within a memory limit of its rank, in bytes.
 
         None means the call's own limit.
@@ -147,31 +147,31 @@ class StageSearch:
         except DoesNotFitError as error:
             if limit is None or error.smallest_bytes <= limit:  # no larger plan is known
                 raise
-            self.least[self.forms[number]] = error.smallest_bytes
+            self.least[self.keys[number]] = error.smallest_bytes
             return self._search_within(number, error.smallest_bytes)
 
     def _search_within(self, number: int, limit: float | None) -> StageProgram:
-        stage, share = self.cut.stages[number], self._share(number, limit)
+        stage, planner = self.cut.stages[number], self._planner_of_stage(number, limit)
         short = None
-        if self.before is None and self.forms[number] != number:
+        if self.before is None and self.keys[number] != number:
             short = leave_out_units(stage, _MARGIN)
         if short is not None:
             try:
-                plan = self._search_program(share, short, (self.forms[number], "short"), None)[0]
+                plan = self._search_program(planner, short, (self.keys[number], "short"), None)[0]
                 plan = expand_plan(plan, prepare(short), prepare(stage))
-                return lowered_stage(share.lower(stage, plan)[0], plan, self.order)
+                return lowered_stage(planner.lower(stage, plan)[0], plan, self.order)
             except NotAlikeError as error:
                 _LOGGER.debug("stage %d is planned with all its blocks: %s", number, error)
         before = None if self.before is None else self.before.stages[number]
-        plan, phased = self._search_program(share, stage, self.forms[number], before)
-        return lowered_stage(share.lower(stage, plan, phased)[0], plan, self.order)
+        plan, phased = self._search_program(planner, stage, self.keys[number], before)
+        return lowered_stage(planner.lower(stage, plan, phased)[0], plan, self.order)
 
     def _search_program(
-        self, share: Planner, program: Program, key: Hashable, before: Plan | None
+        self, planner: Planner, program: Program, key: Hashable, before: Plan | None
     ) -> tuple[Plan, PhasedProgram | None]:
         if key not in self.problems:
-            self.problems[key] = share.problem(program, self.mesh, self.request.placed)
-        found = share.search_and_lower(program, self.mesh, self.request.placed, before, self.problems[key])
+            self.problems[key] = planner.problem(program, self.mesh, self.request.placed)
+        found = planner.search_and_lower(program, self.mesh, self.request.placed, before, self.problems[key])
         return found.plan, found.phased
 
 

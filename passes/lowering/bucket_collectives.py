@@ -98,7 +98,7 @@ class BucketCollectives:
                 if not bucket:
                     cap, held = max(end_bytes, min(most_bytes, before, (total - before) // 2)), 0
                 before += size
-                joins = part[0].count == 1 or _wait_for_all(part, members)
+                joins = part[0].count == 1 or _next_starts_in_time(part, members)
                 if part[0].count > 1 and (size > cap or not joins):
                     yield from _even_buckets(part, most_bytes, joins)
                 else:
@@ -140,7 +140,7 @@ def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool
     return any(other.waited_at < member.started_at for other in bucket)
 
 
-def _wait_for_all(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
+def _next_starts_in_time(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
     """Whether the next collective of `members` after the unit's collectives starts before the unit's first wait."""
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
@@ -211,7 +211,7 @@ class _Bucket:
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property
-    def like(self) -> _BucketMember:
+    def metadata_member(self) -> _BucketMember:
         """The member whose metadata the bucket's nodes get; a member outside of repeated blocks if there is one."""
         return min(self.members, key=lambda member: member.count)
 
@@ -305,9 +305,9 @@ class _BucketRewrite:
         sent = [self.copies[member.operand] for member in self._packed(bucket)]
         rows, dims = ([last.args[2]], (1,)) if last.target is REDUCE_SCATTER else ([], ())
         flat = [self._call(_aten.view.default, (value, [*rows, -1]), last) for value in sent]
-        packed = self._call(_aten.cat.default, (flat, *dims), bucket.like.start, bucket)
+        packed = self._call(_aten.cat.default, (flat, *dims), bucket.metadata_member.start, bucket)
         args = (packed, *last.args[1:])
-        self.started[bucket.members[0].start] = self._call(last.target, args, bucket.like.start, bucket)
+        self.started[bucket.members[0].start] = self._call(last.target, args, bucket.metadata_member.start, bucket)
 
     def wait(self, member: _BucketMember, bucket: _Bucket) -> None:
         """Emit the result of a member, as a part of the bucket's result, in place of the member's wait."""
@@ -328,7 +328,7 @@ class _BucketRewrite:
         The parts are views of the result. The parts of an all-gather are copies, because each has a piece in every row.
         """
         first: Any = bucket.members[0].start
-        like = bucket.like.wait
+        like = bucket.metadata_member.wait
         received = self._call(WAIT, (self.started[first],), like, bucket)
         sizes = [math.prod(item.shape) for item in self._packed(bucket)]
         if first.target is not ALL_GATHER:

@@ -71,7 +71,7 @@ class Hoist:
         """
         fitting, count, least, most = shared.phased, len(order), 0, len(order)
         while least < most:
-            made = shared.hold(order[:count])
+            made = shared.hoist_values(order[:count])
             if self._peak(made) <= limit:
                 fitting, least = made, count
             else:
@@ -93,7 +93,7 @@ class _Shared:
         kept: saved node of the forward, by the backward's placeholder for it.
         numbering: value numbers of forward and backward. Nodes with equal values have equal numbers.
         nodes: graph module of each shared node of the forward and the backward, in order.
-        read: numbers of the shared values that have memory of their own, and that a node outside of `nodes` reads,
+        hoistable: numbers of the shared values that have memory of their own, and that a node outside of `nodes` reads,
             directly or through a view. The dict is an ordered set.
     """
 
@@ -102,7 +102,7 @@ class _Shared:
     kept: Mapping[fx.Node, fx.Node]
     numbering: Numbering = field(default_factory=Numbering)
     nodes: dict[fx.Node, fx.GraphModule] = field(default_factory=dict)
-    read: dict[int, None] = field(default_factory=dict)
+    hoistable: dict[int, None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, phased: PhasedProgram) -> _Shared:
@@ -120,7 +120,7 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `read`.
+        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `hoistable`.
 
         `results` are the results of the phase that count as readers of shared values.
         """
@@ -147,7 +147,7 @@ class _Shared:
 
     def _note_read(self, operands: Iterable[fx.Node]) -> None:
         for operand in operands:
-            self.read.update(dict.fromkeys(map(self.number, self._owners(operand))))
+            self.hoistable.update(dict.fromkeys(map(self.number, self._owners(operand))))
 
     def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield the shared values with memory of their own in which the value of `node` may lie.
@@ -172,18 +172,18 @@ class _Shared:
         saved, sizes = defaultdict[int, float](float), dict[int, int]()
         needed_by: dict[fx.Node, set[int]] = defaultdict(set)
         for node in reversed(self.nodes):
-            if node.op == "call_function" and _owns_memory(node) and self.number(node) in self.read:
+            if node.op == "call_function" and _owns_memory(node) and self.number(node) in self.hoistable:
                 needed_by[node] = {self.number(node)}
                 sizes[self.number(node)] = node.meta["val"].numel() * node.meta["val"].element_size()
             for number in sorted(needed_by[node]) if node.op == "call_function" else ():
                 saved[number] += seconds(node) / len(needed_by[node])
             for operand in (*node.all_input_nodes, *([self.kept[node]] if node in self.kept else [])):
                 needed_by[operand] |= needed_by[node]
-        place = {number: index for index, number in enumerate(self.read)}
+        place = {number: index for index, number in enumerate(self.hoistable)}
         worth = {number: saved[number] / max(1, size) for number, size in sizes.items() if saved[number] > 0}
         return sorted(worth, key=lambda number: (-worth[number], place[number]))
 
-    def hold(self, numbers: Iterable[int]) -> PhasedProgram:
+    def hoist_values(self, numbers: Iterable[int]) -> PhasedProgram:
         """Return the program in which the values with the given numbers are hoisted."""
         first: dict[int, fx.Node] = {}
         for node in self.nodes:

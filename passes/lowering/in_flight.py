@@ -31,14 +31,14 @@ class InFlight:
     most_held: int | None = None
 
 
-FEWEST = 12 * MIB
+LARGEST_PIECE_BYTES = 12 * MIB
 """Bytes of one rank's piece of the largest bucket if communication does not overlap.
 
 Larger buckets would save little latency. The C library of a CPU also returns freed memory of 32 MiB and more to the
 system. The library would allocate such a bucket anew at each step.
 """
 
-BESIDE: Sequence[InFlight] = (
+WITH_OVERLAP: Sequence[InFlight] = (
     InFlight(),
     InFlight(most_held=2),
     InFlight(buckets=BucketCollectives(most_bytes=2 * MIB), most_held=2),
@@ -48,22 +48,25 @@ BESIDE: Sequence[InFlight] = (
 )
 """Limits for clusters on which communication overlaps with computation."""
 
-ALONE: Sequence[InFlight] = (
-    *(InFlight(starts_soon=False, buckets=BucketCollectives(None, n, n)) for n in (FEWEST, FEWEST // 3, FEWEST // 6)),
-    *BESIDE,
+WITHOUT_OVERLAP: Sequence[InFlight] = (
+    *(
+        InFlight(starts_soon=False, buckets=BucketCollectives(None, size, size))
+        for size in (LARGEST_PIECE_BYTES, LARGEST_PIECE_BYTES // 3, LARGEST_PIECE_BYTES // 6)
+    ),
+    *WITH_OVERLAP,
 )
 """Limits for clusters on which communication does not overlap with computation.
 
 The limits with the fewest buckets come first. They do not reorder calls that compute, whose operands are in the cache.
 """
 
-SHARE_BESIDE = 0.05
+SHARE_WITH_OVERLAP = 0.05
 """Greatest growth of the peak memory by collectives under way if they overlap with computation, as a share of the peak.
 
 The memory budget limits the growth too.
 """
 
-SHARE_ALONE = 0.15
+SHARE_WITHOUT_OVERLAP = 0.15
 """Greatest growth of the peak memory if collectives do not overlap with computation, as a share of the peak.
 
 One bucket in place of four saves 1.5 % of the step of a small BERT on CPUs, and adds 12 % to its peak.
@@ -76,5 +79,5 @@ def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
 
     Without a cluster, communication is assumed to overlap with computation.
     """
-    runs_alone = cluster is not None and overlap_of(cluster) is None
-    return (ALONE, SHARE_ALONE) if runs_alone else (BESIDE, SHARE_BESIDE)
+    overlaps = cluster is None or overlap_of(cluster) is not None
+    return (WITH_OVERLAP, SHARE_WITH_OVERLAP) if overlaps else (WITHOUT_OVERLAP, SHARE_WITHOUT_OVERLAP)

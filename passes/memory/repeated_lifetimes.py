@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from passes.memory.liveness import Held, Interval, Liveness, OnLink, RepeatedLifetimes
 from passes.strategies.enumerate_strategies import SearchSpace, leaves_program
-from passes.strategies.repeated import BEHIND, RepeatedUnits
+from passes.strategies.repeated import AFTER_GAP, RepeatedUnits
 
 Key = tuple[str | int, Hashable]
 """A name for memory: a site and the index of its result, or a link's index and (kind, number) as in `numbered`."""
@@ -44,8 +44,8 @@ def repeated_intervals(
         intervals: lifetimes of the program's own values.
     """
     gaps = _gaps(liveness, repeated, space)
-    standing: dict[str | int, int] = {sites.names[BEHIND]: sites.left_out for sites in repeated.sites}
-    standing |= {links.standing: links.left_out for links in repeated.links}
+    standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}
+    standing |= {links.stand_in: links.left_out for links in repeated.links}
     found: dict[Key, tuple[Interval, int]] = {}
     for (keeper, which), interval in intervals.items():
         if keeper in standing:

@@ -23,9 +23,9 @@ from torch import fx
 
 from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
-from passes.strategies.collective_nodes import whole_size
+from passes.strategies.collective_nodes import size_in_whole_program
 from passes.strategies.local_units import LocalUnits
-from passes.strategies.repeated import AHEAD, BEHIND
+from passes.strategies.repeated import AFTER_GAP, BEFORE_GAP
 from passes.strategies.workspaces import workspace_bytes
 
 PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
@@ -82,8 +82,8 @@ class Storages:
         The node that makes the value decides whether the storage counts for left-out units too.
         """
         spot = None if node is None else self.units.spot(node)
-        if spot is None or spot.unit != BEHIND:
-            return (Storage(size if node is None else round(whole_size(node, size)), part),)
+        if spot is None or spot.unit != AFTER_GAP:
+            return (Storage(size if node is None else round(size_in_whole_program(node, size)), part),)
         return (Storage(size, part, float(size * self.units.repeats[spot.repeat].left_out), spot.repeat),)
 
     def bytes_of(self, values: Iterable[Value]) -> int:
@@ -219,7 +219,7 @@ class _Lives:
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
             spot = self.units.spot(node) if node.op == "call_function" else None
-            if spot is not None and spot.unit in (AHEAD, BEHIND):
+            if spot is not None and spot.unit in (BEFORE_GAP, AFTER_GAP):
                 beside[spot.repeat].append(point)
         return {repeat: points[len(points) // 2] for repeat, points in beside.items()}
 

@@ -393,7 +393,7 @@ The function returns whether results and gradients are certainly finite for the 
 _SOFTMAX = frozenset((aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp))
 
 
-def weighs(node: fx.Node) -> bool:
+def is_softmax(node: fx.Node) -> bool:
     """Whether a call is a softmax. Its gradients are NaN in rows whose scores are all -inf."""
     return _packet(node) in _SOFTMAX
 

@@ -227,7 +227,7 @@ def _scan(call: PaddedCall) -> Results:
 
         def content(region: Region) -> PaddedContent:
             found = either((x.content(region), x.content(region - {(dim, 0)})))
-            if call.target in _MOVING and not number:
+            if call.target in _EXTREME_SCANS and not number:
                 return found
             if call.target is aten.cumsum.default and found.low >= 0:
                 return PaddedContent(0, math.inf if value.is_floating_point() else made.high, found.is_finite)
@@ -238,4 +238,5 @@ def _scan(call: PaddedCall) -> Results:
     return tuple(result(number) for number in range(len(call.shapes(0))))
 
 
-_MOVING = (aten.cummax.default, aten.cummin.default)
+_EXTREME_SCANS = (aten.cummax.default, aten.cummin.default)
+"""Operators whose first result has, at each place, the largest or smallest element so far."""

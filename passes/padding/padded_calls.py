@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.program import tensor_values
-from passes.padding.contents import PaddedContent, content_of_call, stays_finite, weighs
+from passes.padding.contents import PaddedContent, content_of_call, is_softmax, stays_finite
 from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
 
 _NO_GRADIENT = "may make infinities, or no numbers, of padding, and so may its gradient"
@@ -93,7 +93,11 @@ class PaddedCall:
         Raises:
             ReachedError: weights may be NaN.
         """
-        if self.has_gradient and weighs(self.node) and not all(item.has_no_infinity_of_its_own for item in contents):
+        if (
+            self.has_gradient
+            and is_softmax(self.node)
+            and not all(item.has_no_infinity_of_its_own for item in contents)
+        ):
             raise ReachedError(_NO_GRADIENT)
 
     def content(self, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:

@@ -120,7 +120,7 @@ def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
     for index in bucketed_links(planning):
         link = planning.space.links[index]
         tail, head = planning.classes[link.tail], planning.classes[link.head]
-        sent_s += runs[index] * float(_alone(planning, link)[choice[tail], choice[head]])
+        sent_s += runs[index] * float(_single_prices(planning, link)[choice[tail], choice[head]])
     return min(_MOST_HIDDEN, max(0.0, planning.assignment.cost_of(choice) - sent_s) / sent_s) if sent_s else 0.0
 
 
@@ -139,7 +139,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
     for index in bucketed_links(planning):
         link = planning.space.links[index]
         tail, head = choice[planning.classes[link.tail]], choice[planning.classes[link.head]]
-        alone_s += runs[index] * float(_alone(planning, link)[tail, head])
+        alone_s += runs[index] * float(_single_prices(planning, link)[tail, head])
         seconds = runs[index] * _chosen_s(planning, link, tail, head, price)
         is_last = planning.space.sites[link.tail].phase == "update"  # no computation follows
         sent_s, last_s = (sent_s, last_s + seconds) if is_last else (sent_s + seconds, last_s)
@@ -159,7 +159,7 @@ def _parameter_bytes(planning: PlanningProblem) -> int:
 
 def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price: BucketPrice) -> float:
     """Return the seconds of a link's reshard in buckets, between option `tail` of its tail and `head` of its head."""
-    value, sources, targets = _ends(planning, link)
+    value, sources, targets = _value_and_specs(planning, link)
     key = (_chosen_s, price.piece_bytes, value.shape, value.itemsize, sources[tail], targets[head])
     if key not in planning.prices.derived:
         ends = (sources[tail : tail + 1], targets[head : head + 1])
@@ -194,21 +194,21 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0)
 def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
     """Return the seconds that bucket prices save on each reshard of a link, [tail's options, head's options]."""
     prices = planning.prices
-    value, sources, targets = _ends(planning, link)
+    value, sources, targets = _value_and_specs(planning, link)
     key = (_saved, price.hidden, value.shape, value.itemsize, sources, targets)
     if key not in prices.derived:
-        alone = _alone(planning, link)
+        single = _single_prices(planning, link)
         within = reshard_costs(sources, targets, value.shape, planning.space.mesh, value.itemsize, price)
-        prices.derived[key] = np.where(np.isfinite(alone), alone - np.where(np.isfinite(alone), within, 0.0), 0.0)
+        prices.derived[key] = np.where(np.isfinite(single), single - np.where(np.isfinite(single), within, 0.0), 0.0)
     return prices.derived[key]
 
 
-def _alone(planning: PlanningProblem, link: Link) -> Floats:
+def _single_prices(planning: PlanningProblem, link: Link) -> Floats:
     """Return the seconds of each reshard on a link at single prices, [tail's options, head's options]."""
-    return planning.prices.reshard_table(*_ends(planning, link))
+    return planning.prices.reshard_table(*_value_and_specs(planning, link))
 
 
-def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
+def _value_and_specs(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
     """Return the value on a link, the specs of the tail's options, and the specs of the head's options.
 
     An option of the tail makes the value in its spec. An option of the head needs the value in its spec.

@@ -75,7 +75,7 @@ class Search:
         memory_limit_bytes: limit of each rank's peak memory, in bytes; None: no limit.
         tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
-        is_thorough: continue the search of a large problem after a choice fits (`DualSearch.presses`).
+        is_thorough: continue the search of a large problem after a choice fits (`DualSearch.raises_multipliers`).
         fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1.
             If memory is scarce, the search then also combines the choices that it has seen.
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
@@ -117,18 +117,23 @@ class Search:
         """Search a large problem by Lagrangian duality, and return a good choice that fits, with a proven bound."""
 
         @cache
-        def frugal() -> Sequence[int]:
+        def find_small_peak() -> Sequence[int]:
             # A few rounds, even if the search is stopped, because the search has to return a choice.
             hopeless = np.inf if self.says_smallest else problem.limit
             return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
 
         merges_above = self.fineness * self.tolerance if self.is_thorough else math.inf
         by_duals = DualSearch(
-            self.tolerance, self.max_rounds, presses=self.is_thorough, merges_above=merges_above, control=self.control
+            self.tolerance,
+            self.max_rounds,
+            raises_multipliers=self.is_thorough,
+            merges_above=merges_above,
+            control=self.control,
         )
-        solution = by_duals(problem, planning.usage, planning.memory_row, start, frugal)
+        solution = by_duals(problem, planning.usage, planning.memory_row, start, find_small_peak)
         if solution is None:
-            raise self.does_not_fit(planning, float(planning.usage(frugal()).max()) if frugal() else None)
+            least = find_small_peak()
+            raise self.does_not_fit(planning, float(planning.usage(least).max()) if least else None)
         return solution
 
     def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:

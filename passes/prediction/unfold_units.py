@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
 from passes.strategies.local_units import UnitSpot
-from passes.strategies.repeated import BEHIND
+from passes.strategies.repeated import AFTER_GAP
 
 _FARTHEST = 2
 """The largest shift, because the program has only two units before the left-out units and two behind them."""
@@ -101,7 +101,7 @@ class _Unfolding(Generic[_Event]):
             region = bisect_left(lasts, place)
             passed = bisect_left(self.anchors[region], place) if region < len(lasts) else 0
             unit = self._unit(event)
-            if unit != BEHIND:
+            if unit != AFTER_GAP:
                 keyed.append((self._once(region, passed, unit), place, 0, (event, copy)))
                 continue
             for number, key in enumerate(self._copies(region, passed), 1):
@@ -111,7 +111,7 @@ class _Unfolding(Generic[_Event]):
 
     def _once(self, region: int, passed: int, unit: int | None) -> _Key:
         """Return the sort key of an event that is not of b, given its region, passed anchors and unit."""
-        if region >= len(self.units) or self.units[region] != BEHIND:
+        if region >= len(self.units) or self.units[region] != AFTER_GAP:
             return region, 0, passed
         is_behind = region + 1 < len(self.units) and unit is not None and self._is_behind(region, unit)
         return region, self.copies if is_behind else 1, passed
@@ -121,12 +121,12 @@ class _Unfolding(Generic[_Event]):
 
         Units run in the order of their numbers, or in reverse as in a backward.
         """
-        return (unit > BEHIND) == (self.units[region + 1] > BEHIND)
+        return (unit > AFTER_GAP) == (self.units[region + 1] > AFTER_GAP)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:
         """Yield the sort key of each copy of an event of b, given the event's region and passed anchors."""
         own = min(
-            (number for number, unit in enumerate(self.units) if unit == BEHIND),
+            (number for number, unit in enumerate(self.units) if unit == AFTER_GAP),
             key=lambda number: abs(number - region),
             default=None,
         )

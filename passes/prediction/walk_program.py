@@ -31,7 +31,7 @@ from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
 from passes.memory.lowered_memory import carried_bytes, carried_nodes
 from passes.prediction.unfold_units import unfolded
-from passes.strategies.collective_nodes import collective_of, communicates, exchanges, whole_size
+from passes.strategies.collective_nodes import collective_of, communicates, exchanges, size_in_whole_program
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD, KERNEL, PART_LEFT
 from passes.strategies.local_units import LocalUnits, UnitSpot
 from passes.strategies.price_nodes import NodePrices
@@ -81,7 +81,7 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
         for node in filter(communicates, phase.graph.nodes):
             sent = collective_of(node, mesh)
             count = units.count(node)
-            found[sent.axes[0]] += times * (count if count > 1 else whole_size(node, 1.0)) * sent.sent_bytes
+            found[sent.axes[0]] += times * (count if count > 1 else size_in_whole_program(node, 1.0)) * sent.sent_bytes
     return dict(found)
 
 
@@ -180,7 +180,7 @@ class _PhaseWalk:
         In the whole program, the bucket that the call packs or unpacks also has values of the left-out units.
         """
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
-        return latency_s + whole_size(node, seconds - latency_s)
+        return latency_s + size_in_whole_program(node, seconds - latency_s)
 
     def _wait(self, node: fx.Node, behind: fx.Node, copy: int) -> None:
         begun = self.begun.get(behind)
@@ -190,7 +190,7 @@ class _PhaseWalk:
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
         """Whether the whole program has this copy of a wait. A bucket of several units is waited for only once."""
-        share = 1 / whole_size(behind, 1.0)
+        share = 1 / size_in_whole_program(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
 
@@ -200,7 +200,7 @@ class _PhaseWalk:
         axis, stream = sent.axes[0], stream_of(sent.axes, prices.cluster, dict(prices.mesh.axes))
         behind = (len(self.ops) - 1,) if self.ops else ()
         self.begun.setdefault(node, {})[copy] = len(self.ops)
-        seconds = prices.sent_s(node) / (whole_size(node, 1.0) if copy else 1.0)
+        seconds = prices.sent_s(node) / (size_in_whole_program(node, 1.0) if copy else 1.0)
         self.ops.append(Op(f"{node.name} over {','.join(sent.axes)}", axis, seconds, stream, behind))
 
 

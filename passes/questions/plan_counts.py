@@ -98,7 +98,7 @@ class PlanCounts:
         Raises:
             FormulaError: a part exists at some sizes only, or one of its dims is no global dim divided by mesh axes.
         """
-        found = [(at, _by_site(read(phased, self.axes))) for at, phased in self._walked()]
+        found = [(at, _by_site(read(phased, self.axes))) for at, phased in self._lowered_at_all_sizes()]
         (base, first), *others = found
         for site, parts in first.items():
             labels = [part.label for part in parts]
@@ -116,7 +116,7 @@ class PlanCounts:
 
     # Lowered programs.
 
-    def _walked(self) -> list[tuple[_At, PhasedProgram]]:
+    def _lowered_at_all_sizes(self) -> list[tuple[_At, PhasedProgram]]:
         """Return the lowered programs of step 2 of the module's docstring, each with the values of all symbols.
 
         The first program has the plan's own sizes, except that a symbolic axis of size one is larger. An axis of size

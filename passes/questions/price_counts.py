@@ -108,7 +108,7 @@ class CountsOfPrice:
             place = None if layer in _ENDS else BlockPlace(path, int(kind), stands_for=blocks.count(layer))
             yield place, counts.of(name, layer, tallies[layer])
         if self.recipe.pipeline > 1 and name.startswith(COMMUNICATION):
-            yield None, _over(name, counts.handed_on([tallies[layer] for layer in dict.fromkeys(blocks)]))
+            yield None, _over(name, counts.sent_between_stages([tallies[layer] for layer in dict.fromkeys(blocks)]))
 
     def _tallies(self, sizes: tuple[InputSize, ...]) -> Mapping[str, Tally]:
         """Return the tally of each layer class, as expressions in sizes of inputs, the micro-batch and mesh axes.
@@ -231,7 +231,7 @@ class _RecipeCounts:
                 return kept_bytes(price, recipe, is_block=layer not in _ENDS) / pipeline
         return whole["parameters"] + whole["expert_parameters"]
 
-    def handed_on(self, blocks: Sequence[Tally]) -> dict[str, Any]:
+    def sent_between_stages(self, blocks: Sequence[Tally]) -> dict[str, Any]:
         """Return the bytes that a rank sends for values between stages in a step, forward and backward, by axis.
 
         Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.

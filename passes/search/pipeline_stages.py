@@ -34,7 +34,7 @@ class Stage:
     layers: tuple[tuple[str, int], ...]
 
 
-def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
+def cut_into_stages(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
     """Return the stages of a model in order, each with its part of the blocks.
 
     `blocks` has the layer class of each block, in order. The first stage also has the layer class `BEFORE`, and the

@@ -11,14 +11,14 @@ from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
-from cost_models.streams import beside
+from cost_models.streams import concurrent_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
-class EndLoad(NamedTuple):
+class RankLoad(NamedTuple):
     """The parameters of a pipeline rank, and its computation for one micro-batch.
 
     Args:
@@ -32,7 +32,7 @@ class EndLoad(NamedTuple):
     backward_s: float
 
 
-def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
+def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
     """Return the seconds that a pipeline rank needs for the end of a step, by part.
 
     The parts are "gradient reduction", "parameter gathering" and "optimizer". If the runtime overlaps the reduction
@@ -40,9 +40,9 @@ def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster
     """
     reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
     if recipe.runtime.overlap_gradients:
-        reduce_s = beside(load.backward_s, reduce_s) - load.backward_s
+        reduce_s = concurrent_time(load.backward_s, reduce_s) - load.backward_s
     if recipe.runtime.overlap_parameters:
-        gather_s = beside(load.forward_s, gather_s) - load.forward_s
+        gather_s = concurrent_time(load.forward_s, gather_s) - load.forward_s
     elements = load.dense / groups.zero.size + load.expert / groups.expert_replicas.size
     elements = elements if recipe.zero else load.dense + load.expert
     update_s = memory_time(elements * update_bytes(recipe), cluster.device)

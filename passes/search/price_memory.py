@@ -49,21 +49,21 @@ class HeldBytes(NamedTuple):
 
     Args:
         kept: activations of one micro-batch that stay on the device for the backward.
-        away: activations of one micro-batch that are offloaded to the host.
+        offloaded: activations of one micro-batch that are offloaded to the host.
         parameters, gradients, state: parameters, gradients and optimizer state, each in memory all the time.
         gathered: weights of a block and its neighbour, which ZeRO-3 has gathered.
-        again: values that are recomputed while the layer runs backward.
+        recomputed: values that are recomputed while the layer runs backward.
         workspace: memory of the layer's largest kernel.
         update: the float32 copy of gradients that updates master weights.
     """
 
     kept: Floats
-    away: Floats
+    offloaded: Floats
     parameters: Floats
     gradients: Floats
     state: Floats
     gathered: Floats
-    again: Floats
+    recomputed: Floats
     workspace: Floats
     update: Floats
 
@@ -75,15 +75,16 @@ def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Group
     for name, size in sizes.items():
         is_block = name not in (BEFORE, AFTER)
         kept = kept_bytes(size, recipe, is_block=is_block)
-        is_away = is_block and recipe.offload == "activations"
+        is_offloaded = is_block and recipe.offload == "activations"
         shared = ((size.parameters, groups.zero.size), (size.expert_parameters, groups.expert_replicas.size))
         states = [state_bytes(elements, ranks, recipe).values() for elements, ranks in shared]
         update = sum(4.0 * elements / (ranks if recipe.zero else 1) for elements, ranks in shared) if widens else 0.0
         gathered = 2 * WEIGHT_BYTES[recipe.precision] * (size.parameters + size.expert_parameters)
-        again = {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recipe.recompute]
+        recomputed = {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recipe.recompute]
         rows.append((
-            *((0, kept) if is_away else (kept, 0)), *map(sum, zip(*states, strict=True)),
-            gathered if is_block and recipe.zero == 3 else 0, again if is_block else 0, size.workspace_bytes, update,
+            *((0, kept) if is_offloaded else (kept, 0)), *map(sum, zip(*states, strict=True)),
+            gathered if is_block and recipe.zero == 3 else 0, recomputed if is_block else 0, size.workspace_bytes,
+            update,
         ))  # fmt: skip
     return HeldBytes(*np.array(rows, dtype=float).T)
 
@@ -101,11 +102,11 @@ def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str
         return (is_there * each).max(axis=-1)
 
     is_there = counts > 0
-    heaviest = (is_there * (1 + held.again + held.workspace)).argmax(axis=-1)
+    heaviest = (is_there * (1 + held.recomputed + held.workspace)).argmax(axis=-1)
     passing = {
         "activations": in_flight * (counts @ held.kept),
-        "offload buffers": np.minimum(2 * most(held.away), in_flight * (counts @ held.away)),
-        "recomputed activations": held.again[heaviest],
+        "offload buffers": np.minimum(2 * most(held.offloaded), in_flight * (counts @ held.offloaded)),
+        "recomputed activations": held.recomputed[heaviest],
         "gathered parameters": most(held.gathered),
         "workspace": held.workspace[heaviest],
     }

@@ -24,11 +24,11 @@ from cost_models.collectives import all_gather_time, all_reduce_time, point_to_p
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.order_times import StageTimes
-from cost_models.streams import beside, slowed
+from cost_models.streams import concurrent_time, slowed
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import Busy, LayerPrice, PhasePrice
 from passes.search.pipeline_stages import Floats, Stage, cuts_backward, layer_counts, rank_counts, stages_time
-from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
+from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, RankLoad, end_times
 from passes.search.price_memory import kept_bytes
 from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
@@ -135,7 +135,7 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
     waited_s = 0.0 if recipe.runtime.overlap_offload else copy_s
     longest_s = max(beside_s, copy_s - waited_s)
-    total_s, gathered_s = (beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
+    total_s, gathered_s = (concurrent_time(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
     first_s = max(longest_s, before_s + first_s + slowed(before_s + busy_s, longest_s))
     copied = {HOST: total_s + waited_s - gathered_s} if copy_s else {}
     return _PassTimes(total_s + waited_s, first_s + waited_s, {"data": gathered_s - busy_s, **copied})
@@ -265,10 +265,10 @@ class Step:
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
-def load_of(counts: Sequence[float], times: LayerTimes) -> EndLoad:
+def load_of(counts: Sequence[float], times: LayerTimes) -> RankLoad:
     """Return the parameters and the computation of a pipeline rank; `counts` is its number of layers of each class."""
     parts = (times.dense, times.expert, times.forward_s, times.backward_s + times.recompute_s)
-    return EndLoad(*(float(np.dot(counts, part)) for part in parts))
+    return RankLoad(*(float(np.dot(counts, part)) for part in parts))
 
 
 def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:

@@ -22,7 +22,7 @@ from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from passes.search.layers.price_model import CountedModel, PricedModel, RecipeKind
 from passes.search.layers.propagate_axis import AXIS, AxisLayout
-from passes.search.pipeline_stages import in_flight, share_out
+from passes.search.pipeline_stages import cut_into_stages, in_flight
 from passes.search.price_ends import WEIGHT_BYTES
 from passes.search.price_memory import host_bytes, memory_price
 from passes.search.price_recipe import HOST, Step, model_flops
@@ -78,7 +78,7 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
         RecipeError: the recipe does not suit the model or the cluster, or the host has too little memory for
             offloading.
     """
-    groups, stages = recipe_groups(recipe, cluster), share_out(priced.blocks, recipe)
+    groups, stages = recipe_groups(recipe, cluster), cut_into_stages(priced.blocks, recipe)
     layers = priced.layer_prices(recipe, cluster)
     step = Step(layers, stages, recipe, groups, cluster)
     step_s = step.time_s
@@ -107,7 +107,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
     """
     if recipe.offload != "activations":
         return 0
-    stages, share = share_out(priced.blocks, recipe), cluster.host_bytes_per_device
+    stages, share = cut_into_stages(priced.blocks, recipe), cluster.host_bytes_per_device
     size = host_bytes(priced.layer_prices(recipe, cluster), stages, recipe, in_flight(recipe))
     if share is not None and size > share:
         raise RecipeError(

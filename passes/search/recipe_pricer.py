@@ -33,7 +33,15 @@ from cost_models.schedule_orders import most_in_flight
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import LayerPrice
 from passes.search.layers.price_model import CountedModel
-from passes.search.pipeline_stages import Floats, Stage, cuts_backward, in_flight, layer_counts, rank_counts, share_out
+from passes.search.pipeline_stages import (
+    Floats,
+    Stage,
+    cut_into_stages,
+    cuts_backward,
+    in_flight,
+    layer_counts,
+    rank_counts,
+)
 from passes.search.price_ends import end_times
 from passes.search.price_memory import held_bytes, host_bytes, memory_parts, memory_price
 from passes.search.price_recipe import LayerTimes, Step, layer_times, load_of, send_time
@@ -75,7 +83,7 @@ def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe
 def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
     """Return `counts`, `before` and `is_whole` of `Places` for one pipeline."""
     recipe = pipe.recipe(len(blocks))
-    stages = share_out(blocks, recipe)
+    stages = cut_into_stages(blocks, recipe)
     passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
     before = np.concatenate([np.zeros((1, len(names))), passed])[: pipe.pipeline]
     return rank_counts(names, stages, recipe), before, not cuts_backward(recipe)
@@ -134,7 +142,7 @@ class RecipePricer:
 
     def stages(self, recipe: Execution) -> tuple[Stage, ...]:
         """Return the stages of a recipe's pipeline."""
-        return share_out(self.counted.blocks, recipe)
+        return cut_into_stages(self.counted.blocks, recipe)
 
     def time_s(self, recipe: Execution) -> float:
         """Seconds of a step under a recipe, as in `recipe_plan.predict_recipe`."""

@@ -65,12 +65,15 @@ NOTHING = FoundRecipe(
 """The result of a search that has not begun."""
 
 Watch = Callable[[FoundRecipe], None]
-"""A function that is called with the result so far, after every new best recipe and every `_OFTEN` entries."""
+"""A function that is called with the result so far.
 
-_AHEAD = 4
-"""The number of entries to split each time that layouts were put on the heap. So a first recipe is found early."""
+It is called after every new best recipe, and after every `_ENTRIES_BETWEEN_WATCHES` entries.
+"""
 
-_OFTEN = 256
+_FIRST_SPLITS = 4
+"""The number of entries to split each time that layouts were put on the heap, so that a first recipe is found early."""
+
+_ENTRIES_BETWEEN_WATCHES = 256
 """The number of entries between two calls of `watch`."""
 
 
@@ -167,7 +170,7 @@ class _BestFirst:
             if self._is_over():
                 return False
             self._open_layouts(layouts)
-            for _ in range(_AHEAD):
+            for _ in range(_FIRST_SPLITS):
                 self._take_first()
         while self.open and self.open[0][0] < self.objective:
             if self._is_over():
@@ -184,7 +187,7 @@ class _BestFirst:
         return FoundRecipe(self.best, self.objective, bound, *ended)
 
     def _is_over(self) -> bool:
-        if self.nodes % _OFTEN == 0 and self.watch is not None:
+        if self.nodes % _ENTRIES_BETWEEN_WATCHES == 0 and self.watch is not None:
             self.watch(self.found(is_complete=False))
         return self.ceiling.cuts()
 

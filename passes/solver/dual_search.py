@@ -45,7 +45,7 @@ class DualSearch:
     Args:
         tolerance: relative gap between choice and bound at which the search ends.
         max_rounds: the most rounds of message passing.
-        presses: whether to raise the multipliers (step 4) even if a choice already fits.
+        raises_multipliers: whether to raise the multipliers (step 4) even if a choice already fits.
         merges_above: relative gap above which step 6 combines the seen choices (`merge_choices`).
         control: receives the best cost and the bound after each round. It may stop the search after any round, repair
             or change of a variable.
@@ -53,7 +53,7 @@ class DualSearch:
 
     tolerance: float = 1e-3
     max_rounds: int = 100
-    presses: bool = True
+    raises_multipliers: bool = True
     merges_above: float = math.inf
     control: SearchControl = field(default_factory=SearchControl)
 
@@ -63,7 +63,7 @@ class DualSearch:
         usage: Usage,
         row_at: Callable[[int], MemoryRow],
         start: Sequence[Sequence[int]] = (),
-        frugal: Callable[[], Sequence[int]] | None = None,
+        find_small_peak: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
         """Return the cheapest found choice that fits, with a proven bound; None if no found choice fits.
 
@@ -72,32 +72,33 @@ class DualSearch:
             usage: returns the bytes in use at each program point under a choice, [points].
             row_at: returns the memory row of a program point.
             start: choices to begin with, e.g. of known recipes.
-            frugal: called if no choice fits; returns a choice of a small peak, or ().
+            find_small_peak: called if no choice fits; returns a choice of a small peak, or ().
         """
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
             state.offer(choice)
-        finely = min(self.tolerance, self.merges_above)
-        state.run(finely, self.max_rounds)
-        if state.gap() > finely and (self.presses or state.best is None):
-            state.press()
+        finest_gap = min(self.tolerance, self.merges_above)
+        state.run(finest_gap, self.max_rounds)
+        if state.gap() > finest_gap and (self.raises_multipliers or state.best is None):
+            state.raise_multipliers()
         if state.best is None:
-            self._find_any(state, frugal)
-        if state.gap() > finely:
+            self._find_any(state, find_small_peak)
+        if state.gap() > finest_gap:
             state.repair()
         if state.gap() > self.merges_above:
             merge(state, self.merges_above)
         state.polish()
         return state.solution()
 
-    def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None) -> None:
-        """Look for any choice that fits: combine the seen choices, then ask `frugal`. If one fits, run more rounds.
+    def _find_any(self, state: DualState, find_small_peak: Callable[[], Sequence[int]] | None) -> None:
+        """Look for any choice that fits: combine the seen choices, then call `find_small_peak`.
 
-        A choice that fits bounds the multipliers, the price of a byte, so further rounds come closer to the optimum.
+        If one fits, run more rounds. It bounds the multipliers, the price of a byte, so further rounds come closer to
+        the optimum.
         """
         if self.merges_above < math.inf:
             merge(state, self.merges_above)
-        choice = frugal() if state.best is None and frugal is not None else ()
+        choice = find_small_peak() if state.best is None and find_small_peak is not None else ()
         if choice:
             state.offer(choice)
         if state.best is not None and state.gap() > self.tolerance:

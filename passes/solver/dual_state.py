@@ -21,8 +21,8 @@ Usage = Callable[[Sequence[int]], np.ndarray]
 _REPAIRS = 3
 """The most seen choices that `DualState.repair` tries to repair."""
 
-_PRESSES = 8
-"""The most factors that `DualState.press` tries in its search for higher multipliers."""
+_MOST_FACTORS = 8
+"""The most factors that `DualState.raise_multipliers` tries in its search for higher multipliers."""
 
 _REACH = 0.03
 """The initial `DualState.reach`, in the unit of `_best_multipliers`."""
@@ -153,7 +153,7 @@ class DualState:
         """Pass the current multipliers to the messages, as prices of memory."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
-    def press(self) -> None:
+    def raise_multipliers(self) -> None:
         """Offer the choices that messages round to under higher multipliers.
 
         A bisection looks for the smallest factor on all best multipliers with which the rounded choice fits. Afterwards
@@ -162,7 +162,7 @@ class DualState:
         if not any(self.best_multipliers.values()):
             return
         too_few, enough, times = 1.0, math.inf, 2.0
-        for _ in range(_PRESSES):
+        for _ in range(_MOST_FACTORS):
             if self.control.is_over():
                 break
             self.multipliers = {point: times * weight for point, weight in self.best_multipliers.items()}
@@ -186,14 +186,14 @@ class DualState:
         """
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
-            fitting = self._fitting(choice)
+            fitting = self._changed_to_fit(choice)
             if fitting is not None:
                 self.offer(fitting)
 
     def _lagrangian(self, cost: float, used: np.ndarray) -> float:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
-    def _fitting(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return a choice that fits, made from `choice` by changes of one variable; each saves bytes at the peak.
 
         Return None if no change saves bytes any more, or if the search is over.
@@ -202,7 +202,7 @@ class DualState:
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
             row = self.row(peak)
-            for variable, option in self._savings(row, choice, float(used[peak] - self.problem.limit)):
+            for variable, option in self._saving_changes(row, choice, float(used[peak] - self.problem.limit)):
                 changed = (*choice[:variable], option, *choice[variable + 1 :])
                 after = self.usage(changed)
                 if after[peak] < used[peak] and after.max() <= used.max():
@@ -214,7 +214,7 @@ class DualState:
                 return None
         return choice
 
-    def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
+    def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
         """Return pairs (variable, option) that save bytes in a memory row, the least cost per saved byte first.
 
         Each variable has at most one pair. Saved bytes beyond `wanted` have no value.

@@ -37,8 +37,8 @@ class Messages:
         for number, (first, second) in enumerate(self._ends):
             self._later[first].append(number)
             self._earlier[second].append(number)
-        self._barred = _Barred(0.0, self._base, self._base_tables)
-        self._rows: dict[int, _LeftOfRow] = {}
+        self._raised = _RaisedCosts(0.0, self._base, self._base_tables)
+        self._rows: dict[int, _AllowedRow] = {}
         self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
         self._forwards = _Vectors([table.shape[1] for table in self._tables])
         self._backwards = _Vectors([table.shape[0] for table in self._tables])
@@ -52,27 +52,27 @@ class Messages:
         Args:
             rows: program point to its memory row and weight, in seconds per byte. Other rows have no weight.
         """
-        weighed = [(self._left_of(row), weight) for row, weight in rows.values() if weight > 0.0]
+        weighed = [(self._allowed_row(row), weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
             self._costs, self._tables = list(self._base), list(self._base_tables)
             return
         most = sum(weight * row.spread for row, weight in weighed)
-        if most > self._barred.raised_by:
-            self._barred = _Barred.of(self._base, self._base_tables, self._cap, _FURTHER * most)
-        self._costs, self._tables = list(self._barred.costs), list(self._barred.tables)
+        if most > self._raised.raised_by:
+            self._raised = _RaisedCosts.of(self._base, self._base_tables, self._cap, _FURTHER * most)
+        self._costs, self._tables = list(self._raised.costs), list(self._raised.tables)
         for row, weight in weighed:
             for variable, sizes in row.variables.items():
                 self._costs[variable] = self._costs[variable] + weight * sizes
             for number, sizes in row.edges.items():
                 self._tables[number] = self._tables[number] + weight * sizes
 
-    def _left_of(self, row: MemoryRow) -> _LeftOfRow:
+    def _allowed_row(self, row: MemoryRow) -> _AllowedRow:
         """Return a memory row without the options that are left out. Rows are cached."""
         if id(row) not in self._rows:
             variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
             edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
             sizes = (*variables.values(), *edges.values())
-            self._rows[id(row)] = _LeftOfRow(row, variables, edges, sum(float(np.ptp(s)) for s in sizes if s.size))
+            self._rows[id(row)] = _AllowedRow(row, variables, edges, sum(float(np.ptp(s)) for s in sizes if s.size))
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
@@ -88,7 +88,7 @@ class Messages:
         """
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
-            choice = self._whole(self._round()) if not left else ()
+            choice = self._original_options(self._round()) if not left else ()
             self._pass_forward()
             bound = max(bound, self._pass_backward())
         return bound, choice
@@ -105,11 +105,11 @@ class Messages:
 
         return [capped(edge) for edge in self._problem.edges]
 
-    def _whole(self, choice: Sequence[int]) -> tuple[int, ...]:
+    def _original_options(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Turn indices among the allowed options into the problem's own numbers of options."""
         return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
 
-    def _left(self, variable: int, option: int) -> int:
+    def _allowed_index(self, variable: int, option: int) -> int:
         """Return the index of one of the problem's options among the allowed options of its variable."""
         return int(np.searchsorted(self._kept[variable], option))
 
@@ -166,7 +166,7 @@ class Messages:
 
         This method is known as iterated conditional modes.
         """
-        current = [self._left(variable, option) for variable, option in enumerate(choice)]
+        current = [self._allowed_index(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
             changed = False
@@ -174,7 +174,7 @@ class Messages:
                 best = self._best_given_neighbours(variable, current)
                 changed |= best != current[variable]
                 current[variable] = best
-        return self._whole(current)
+        return self._original_options(current)
 
     def _best_given_neighbours(self, variable: int, choice: Sequence[int]) -> int:
         cost = self._given_neighbours(variable, choice, self._costs, self._tables)
@@ -186,12 +186,12 @@ class Messages:
 
         Weighed bytes are not included.
         """
-        left = list(choice)
+        allowed = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:
-                left[end] = self._left(end, choice[end])
+                allowed[end] = self._allowed_index(end, choice[end])
         costs = np.full(len(self._problem.costs[variable]), self._cap)
-        costs[self._kept[variable]] = self._given_neighbours(variable, left, self._base, self._base_tables)
+        costs[self._kept[variable]] = self._given_neighbours(variable, allowed, self._base, self._base_tables)
         return costs
 
     def _given_neighbours(
@@ -210,7 +210,7 @@ _FURTHER = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Barred:
+class _RaisedCosts:
     """Costs of options and tables of pairs, in which each forbidden entry costs `raised_by` more than the cap.
 
     The cap is the finite cost that replaces infinity. Two variables or edges that shared one array before share one
@@ -222,7 +222,7 @@ class _Barred:
     tables: Sequence[Floats]
 
     @classmethod
-    def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _Barred:
+    def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _RaisedCosts:
         """Return the costs and tables with `most` added to each forbidden entry, which is an entry of `cap` or more."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
@@ -253,7 +253,7 @@ class _Vectors:
 
 
 @dataclass(frozen=True, slots=True)
-class _LeftOfRow:
+class _AllowedRow:
     """A memory row without the options that are left out.
 
     Args:

@@ -51,7 +51,7 @@ class Effort:
         return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / columns)))
 
 
-WHATEVER_IT_TAKES = Effort(1e-9, math.inf)
+UNLIMITED = Effort(1e-9, math.inf)
 
 
 def solve_milp(
@@ -59,7 +59,7 @@ def solve_milp(
     *,
     control: SearchControl | None = None,
     below: float = math.inf,
-    effort: Effort = WHATEVER_IT_TAKES,
+    effort: Effort = UNLIMITED,
 ) -> Solution | None:
     """Return a cheapest choice that fits, or None if no choice that costs less than `below` fits.
 
@@ -187,11 +187,11 @@ class _Model:
         cost = edge.cost[np.ix_(tail_of, head_of)]
         first = self._columns.add(_keep_infinite(cost.reshape(-1), self._scale), integer=False)
         flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of)
-        self._couple(flow.columns, self._first[edge.tail], tail_group)
-        self._couple(flow.columns.T, self._first[edge.head], head_group)
+        self._add_group_rows(flow.columns, self._first[edge.tail], tail_group)
+        self._add_group_rows(flow.columns.T, self._first[edge.head], head_group)
         return flow
 
-    def _couple(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
+    def _add_group_rows(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
         """Add a row for each group of a variable's options: the group's pairs sum to the group's options.
 
         Args:
@@ -222,7 +222,7 @@ class _Model:
         self,
         goes_on: _GoesOn | None = None,
         below: float = math.inf,
-        effort: Effort = WHATEVER_IT_TAKES,
+        effort: Effort = UNLIMITED,
     ) -> bool:
         """Solve the program; return whether it has a choice that costs less than `below` seconds.
 
@@ -235,7 +235,7 @@ class _Model:
         if math.isfinite(below):
             highs.setOptionValue("objective_bound", below * self._scale)
         if goes_on is not None:
-            highs.cbMipInterrupt.subscribe(lambda event: self._look_up(event, goes_on))
+            highs.cbMipInterrupt.subscribe(lambda event: self._check_bound(event, goes_on))
         highs.passModel(self._program())
         highs.run()
         if self._raised is not None:
@@ -251,7 +251,7 @@ class _Model:
             return False
         return True
 
-    def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
+    def _check_bound(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
         """Pass the solver's bound to `goes_on`, and interrupt the solver if the answer is False.
 
         HiGHS calls this between two steps, in the main thread, so Python notices Ctrl-C. An exception must not pass

@@ -90,13 +90,13 @@ def communicates(node: fx.Node) -> bool:
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
     """Return the seconds of the collective that a node starts.
 
-    If the program leaves out repeated blocks, a bucket is priced at its size in the whole program (`whole_size`).
+    If the program leaves out repeated blocks, a bucket is priced at its size in the whole program.
     """
     sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
-    return _TIMES[sent.kind](whole_size(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
+    return _TIMES[sent.kind](size_in_whole_program(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
 
 
-def whole_size(node: fx.Node, size: float) -> float:
+def size_in_whole_program(node: fx.Node, size: float) -> float:
     """Return the bytes that a collective has in the whole program.
 
     A bucket of a program without some repeated blocks is smaller than the bucket of the whole program.

@@ -17,7 +17,7 @@ from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.repeat import Repeat
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.local_tracer import EMITTED_AT
-from passes.strategies.repeated import BEHIND
+from passes.strategies.repeated import AFTER_GAP
 
 
 class UnitSpot(NamedTuple):
@@ -66,7 +66,7 @@ class LocalUnits:
 
     def runs(self, spot: UnitSpot | None) -> int:
         """Return how many units of the whole program the unit at `spot` stands for, itself included; 1 for None."""
-        return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].left_out
+        return 1 if spot is None or spot.unit != AFTER_GAP else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:
         for number, repeat in enumerate(self.repeats):

@@ -145,7 +145,7 @@ class Prices:
     ) -> float:
         inputs = tuple(map(self._local, operands, strategy.inputs))
         outputs = tuple(map(self._local, site.results, strategy.outputs))
-        choices = self._alike(strategy.choices) if _is_rewritten(site, strategy, self.mesh) else None
+        choices = self._canonical_order(strategy.choices) if _is_rewritten(site, strategy, self.mesh) else None
         filled = _fill_counts(site, strategy, self.mesh)
         key = (call, inputs, outputs, choices, filled)
         if key not in self._calls:
@@ -158,7 +158,7 @@ class Prices:
                 self._calls[key] = work_time(done, self.cluster.device, name) + self._fill_time(filled, inputs)
         return self._calls[key]
 
-    def _alike(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    def _canonical_order(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
         """Return the choices of the mesh axes in an order that is the same for every permutation of equal axes.
 
         Axes are equal if they have the same size and the same links. Strategies that differ only in the order of equal

@@ -59,7 +59,7 @@ class Spot(NamedTuple):
     place: int
 
 
-AHEAD, BEHIND = 1, 2
+BEFORE_GAP, AFTER_GAP = 1, 2
 """Indices in `Repeat.units` of the units a and b. The left-out units lie between a and b."""
 
 
@@ -82,12 +82,12 @@ class AlikeLinks:
 
     Args:
         indices: index of each link in `SearchSpace.links`.
-        standing: the element of `indices` whose link stands for the links of the left-out units too.
+        stand_in: the element of `indices` whose link stands for the links of the left-out units too.
         left_out: number of units that the program leaves out.
     """
 
     indices: tuple[int, int, int, int]
-    standing: int
+    stand_in: int
     left_out: int
 
 
@@ -116,14 +116,14 @@ class RepeatedUnits:
 
         A site that is not in the dict stands for itself alone.
         """
-        return {alike.names[BEHIND]: 1 + alike.left_out for alike in self.sites}
+        return {alike.names[AFTER_GAP]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
         """Return a dict from the index of a link to the number of links of the whole model that it stands for.
 
         A link that is not in the dict stands for itself alone.
         """
-        return {alike.standing: 1 + alike.left_out for alike in self.links}
+        return {alike.stand_in: 1 + alike.left_out for alike in self.links}
 
 
 NO_REPEATED_UNITS = RepeatedUnits()
@@ -237,7 +237,7 @@ class _Units:
         for index, link in enumerate(self.space.links):
             self.incoming[link.head].append((index, link))
             tail = self.spots.get(link.tail)
-            if tail is not None and tail.unit in (AHEAD, BEHIND) and link.head not in self.spots:
+            if tail is not None and tail.unit in (BEFORE_GAP, AFTER_GAP) and link.head not in self.spots:
                 raise NotAlikeError(f"{link.tail} of a repeated block is read by {link.head}, outside of the blocks")
         for names in zip(*self.columns, strict=True):
             self._check_links(names)
@@ -271,9 +271,9 @@ class _Units:
         Unit n may read any value in place of a value that unit a reads from n. Unit m may read any value in place of a
         value that unit b reads from m.
         """
-        first, ahead, behind, last = map(self._relations, names)
-        outer_ok = _agree(first, ahead, step=-1) and _agree(last, behind, step=1)
-        if ahead != behind or not outer_ok:
+        first, before_gap, after_gap, last = map(self._relations, names)
+        outer_ok = _agree(first, before_gap, step=-1) and _agree(last, after_gap, step=1)
+        if before_gap != after_gap or not outer_ok:
             raise NotAlikeError(f"{', '.join(names)} of alike blocks do not read alike values")
 
     def sites(self) -> list[AlikeSites]:
@@ -285,9 +285,9 @@ class _Units:
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
-                tail = self.spots.get(found[AHEAD].tail)
-                standing = AHEAD if tail is not None and tail.unit == BEHIND else BEHIND
-                yield AlikeLinks(indices, indices[standing], self.repeat.left_out)
+                tail = self.spots.get(found[BEFORE_GAP].tail)
+                stand_in = BEFORE_GAP if tail is not None and tail.unit == AFTER_GAP else AFTER_GAP
+                yield AlikeLinks(indices, indices[stand_in], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], tuple[str, ...]]]:
         """Yield a pair for each run of unit a or b that directly follows the same run of the other unit.
@@ -300,7 +300,11 @@ class _Units:
         Raises:
             NotAlikeError: a run of one unit does not follow the same run of the other unit.
         """
-        names = [name for name in (*self.columns[AHEAD], *self.columns[BEHIND]) if not self.space.sites[name].is_input]
+        names = [
+            name
+            for name in (*self.columns[BEFORE_GAP], *self.columns[AFTER_GAP])
+            if not self.space.sites[name].is_input
+        ]
         names.sort(key=order.__getitem__)
         runs: list[list[str]] = []
         for name in names:

@@ -33,7 +33,7 @@ from autoshard.ir.program import Program, tensor_values
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.ranges import Ranges, find_ranges
 from passes.preparation.number_values import Numbering, draws_numbers, number_graph
-from passes.verification.local_forms import LocalForms, Numbers, Way, without_single_axes
+from passes.verification.local_forms import LocalForms, Numbers, StrategyForm, without_single_axes
 
 Holders = dict[PartitionSpec, set[int]]
 """For one traced value: by spec, the value numbers of the local values that hold it under this spec."""
@@ -141,26 +141,26 @@ class Derivation:
         fx.map_arg((node.args, node.kwargs), found.append)  # repeated where a value is used twice
         holders = [self.holders[self.traced.numbers[operand]] for operand in found]
         call = self.forms.of_call(node, self.ranges)
-        ways = call.ways(tuple(map(frozenset, holders)))
-        derived = [self._derive_way(number, node, way, holders) for way in ways]
+        strategies = call.of_held(tuple(map(frozenset, holders)))
+        derived = [self._derive_strategy(number, node, strategy, holders) for strategy in strategies]
         if any(derived) and call.rule is not None:
             self.rules[str(node.target)] += 1
         elif any(derived):
             self.unruled.setdefault(str(node.target), node)
 
-    def _derive_way(self, number: int, node: fx.Node, way: Way, holders: list[Holders]) -> bool:
-        """Record the held results if the lowered program makes the calls of `way`; return whether it makes them.
+    def _derive_strategy(self, number: int, node: fx.Node, strategy: StrategyForm, holders: list[Holders]) -> bool:
+        """Record the held results if the lowered program makes the calls of `strategy`; return whether it makes them.
 
         For each operand of the traced call, `holders` has the local values that hold the operand, by spec.
         """
-        held = [frozenset(specs[spec]) for specs, spec in zip(holders, way.inputs, strict=True)]
+        held = [frozenset(specs[spec]) for specs, spec in zip(holders, strategy.inputs, strict=True)]
         draw = self.traced.draw_of(number) if draws_numbers(node.target) else 0
-        values = way.form.find(self.local, held, draw)
+        values = strategy.form.find(self.local, held, draw)
         if values is None:
             return False
         self.covered.update(*values[len(held) :])
-        for index, (place, spec) in enumerate(zip(self._results(number, node), way.outputs, strict=True)):
-            made = frozenset() if place is None else way.form.result(index, self.local, values)
+        for index, (place, spec) in enumerate(zip(self._results(number, node), strategy.outputs, strict=True)):
+            made = frozenset() if place is None else strategy.form.result(index, self.local, values)
             if place is not None and made:  # a result that is not selected is not used under this strategy
                 self._hold(place, spec, made)
         return True

@@ -57,7 +57,7 @@ A step is looked up only if one of these operators reads the value.
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FormCall:
     """One call of a local form.
 
     Args:
@@ -87,13 +87,13 @@ class LocalForm:
 
     Args:
         operands: number of operands.
-        lines: the calls, in order.
+        calls: the calls, in order.
         results: for each result its place, or the call that selects the result from a tuple.
     """
 
     operands: int
-    lines: Sequence[Line]
-    results: Sequence[int | Line]
+    calls: Sequence[FormCall]
+    results: Sequence[int | FormCall]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
         """Return, for each place, the numbers of the program's values there; None if a call of the form is missing.
@@ -104,8 +104,8 @@ class LocalForm:
             draw: for a form that draws random numbers, the number of equal calls before it.
         """
         values = list(held)
-        for line in self.lines:
-            found = line.find(local, values, draw)
+        for call in self.calls:
+            found = call.find(local, values, draw)
             if not found:
                 return None
             values.append(found)
@@ -134,20 +134,20 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """A tracer that records the calls of a definition as `Line`s, instead of adding nodes to a graph."""
+    """A tracer that records the calls of a definition as `FormCall`s, instead of adding nodes to a graph."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()
         self.operands = [self._proxy(index) for index in range(operands)]
-        self.lines: list[Line] = []
+        self.calls: list[FormCall] = []
 
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Proxy:
         """Record a call, and return a proxy that stands for its result."""
         key = call_key(kind, target, args, kwargs, place_of)
-        self.lines.append(Line(key, tuple(operands_of(key)), draws_numbers(target)))
-        return self._proxy(len(self.operands) + len(self.lines) - 1)
+        self.calls.append(FormCall(key, tuple(operands_of(key)), draws_numbers(target)))
+        return self._proxy(len(self.operands) + len(self.calls) - 1)
 
     def _proxy(self, index: int) -> Proxy:
         return Proxy(cast(fx.Node, _ProxyMeaning(index)), self)
@@ -161,8 +161,8 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to compute a traced call on local values: the specs of a strategy, and its local form.
+class StrategyForm:
+    """A strategy of a traced call on local values: its specs, and its local form.
 
     Args:
         inputs: specs of the operands, without axes of size one.
@@ -177,9 +177,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """Finds the ways to compute a traced call on local values. All equal calls share one object.
+    """Finds the strategies of a traced call, with their local forms. All equal calls share one object.
 
-    Each strategy of the call gives one `Way`, with the local form that `emit_local` emits for the strategy.
+    Each strategy of the call gives one `StrategyForm`, with the local form that `emit_local` emits for the strategy.
 
     Args:
         node: one of the equal calls.
@@ -190,20 +190,20 @@ class CallForms:
     node: fx.Node
     rule: BoundRule | None
     mesh: Mesh
-    _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
+    _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
-    def ways(self, held: Held) -> Sequence[Way]:
-        """Return a `Way` for each strategy whose operands are held: the spec of each operand is in `held`."""
-        if held not in self._ways:
-            self._ways[held] = list(self._find_ways(held))
-        return self._ways[held]
+    def of_held(self, held: Held) -> Sequence[StrategyForm]:
+        """Return a `StrategyForm` for each strategy whose operands are held: the spec of each operand is in `held`."""
+        if held not in self._by_held:
+            self._by_held[held] = list(self._find(held))
+        return self._by_held[held]
 
-    def _find_ways(self, held: Held) -> Iterator[Way]:
+    def _find(self, held: Held) -> Iterator[StrategyForm]:
         for strategy in self._strategies(held):
             inputs = [without_single_axes(spec, self.mesh) for spec in strategy.inputs]
             if all(spec in specs for spec, specs in zip(inputs, held, strict=True)):
                 outputs = [without_single_axes(spec, self.mesh) for spec in strategy.outputs]
-                yield Way(inputs, outputs, self._form(strategy))
+                yield StrategyForm(inputs, outputs, self._form(strategy))
 
     def _strategies(self, held: Held) -> Iterator[Strategy]:
         if self.rule is not None:
@@ -218,13 +218,13 @@ class CallForms:
         values = tensor_values(node)
         shapes = [tuple(value.shape) for value in values if value is not None]
         made = emit_local(node.target, args, kwargs, self.rule, strategy, self.mesh, shapes, tracer=recording)
-        lines = tuple(recording.lines)
+        calls = tuple(recording.calls)
         if isinstance(node.meta["val"], torch.Tensor):
-            return LocalForm(len(strategy.inputs), lines, [place_of(made)])
+            return LocalForm(len(strategy.inputs), calls, [place_of(made)])
         places = [place_of(made[index]) for index, value in enumerate(values) if value is not None]
-        known = len(strategy.inputs) + len(lines)
-        results = [place if place < known else recording.lines[place - known + len(lines)] for place in places]
-        return LocalForm(len(strategy.inputs), lines, results)
+        known = len(strategy.inputs) + len(calls)
+        results = [place if place < known else recording.calls[place - known + len(calls)] for place in places]
+        return LocalForm(len(strategy.inputs), calls, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ class LocalForms:
                 reached.append(place_of(node))
 
         emit_reshard(recording.operands[0], steps, tuple(value.shape), self.mesh, dtype=value.dtype, on_node=on_node)
-        return LocalForm(1, tuple(recording.lines[: reached[0]]), reached[:1])
+        return LocalForm(1, tuple(recording.calls[: reached[0]]), reached[:1])
 
 
 def without_single_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -68,7 +68,7 @@ def test_rows_travel_there_and_back() -> None:
     counts, there, back = sent("exchanged_experts", (None,) * 6, inputs)
     assert counts == 8 * EXPERTS
     assert there == back == rows * HIDDEN * 2
-    backward = sent("exchanged_experts_backward", (None,) * 7, [inputs[0], *inputs], beside=[2 / 8, 3 / 8])
+    backward = sent("exchanged_experts_backward", (None,) * 7, [inputs[0], *inputs], overlapped=[2 / 8, 3 / 8])
     assert sum(backward) == pytest.approx(counts + 3 * there + 2 * rows * 2)
 
 
@@ -78,7 +78,7 @@ def test_what_is_kept_is_neither_sent_nor_computed_again() -> None:
     rows = busiest_rows(TOKENS * CHOSEN, 4)
     kept = [floats(1, HIDDEN), floats(1, 2 * INNER), TensorInfo((2, 4, 2), 8, "i64")]
     arguments = (None,) * 9
-    there, _, back, _ = sent("exchanged_experts_kept_backward", arguments, [*inputs, *kept], beside=[0.5])
+    there, _, back, _ = sent("exchanged_experts_kept_backward", arguments, [*inputs, *kept], overlapped=[0.5])
     assert there == back == rows * HIDDEN * 2
     both = [
         work(f"autoshard.{name}.default", operands, inputs[:1], (*nothing, *CONSTANTS, "expert")).flops
@@ -98,11 +98,13 @@ def test_odd_numbers_of_rows_are_not_misaligned(tokens: int) -> None:
     assert all(shape.n % 8 == 0 and shape.k % 8 == 0 for shape in done.products)
 
 
-def sent(name: str, before: tuple[None, ...], inputs: list[TensorInfo], beside: Sequence[float] = ()) -> list[float]:
-    """Return the bytes of each exchange of a call; some exchanges run `beside` a share of its computation."""
+def sent(
+    name: str, before: tuple[None, ...], inputs: list[TensorInfo], overlapped: Sequence[float] = ()
+) -> list[float]:
+    """Return the bytes of each exchange of a call; the shares in `overlapped` are those above zero, in order."""
     found = EXCHANGES[f"autoshard.{name}.default"](inputs, (*before, *CONSTANTS, "expert"))
     assert not any(each.is_shift for each in found)
-    assert [each.beside for each in found if each.beside] == list(beside)
+    assert [each.overlapped_share for each in found if each.overlapped_share] == list(overlapped)
     return [each.size_bytes for each in found]
 
 

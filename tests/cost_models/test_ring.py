@@ -68,7 +68,7 @@ def test_pieces_go_round() -> None:
 def test_what_is_sent_beside_computation_is_not_waited_for() -> None:
     """Messages beyond the computation are waited for, and all messages without computation beside them."""
     links = GroupLinks(4, 4, 1, Link(1e9, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0), None)
-    hop, rest = Exchanged(1e9, True, beside=0.25), Exchanged(1e9, True)
+    hop, rest = Exchanged(1e9, True, overlapped_share=0.25), Exchanged(1e9, True)
     hidden = Overlap(slowdown=0.0)
     assert hop.waited_s(links, 8.0, None) == rest.waited_s(links, 8.0, hidden) == pytest.approx(1.0)
     assert hop.waited_s(links, 8.0, hidden) == 0.0

@@ -10,7 +10,7 @@ from cost_models.collectives import all_reduce_time
 from cost_models.compute import matmul_time, memory_time
 from cost_models.hardware import Cluster, node_type
 from cost_models.step import ALONE, InStep, in_step
-from cost_models.streams import beside
+from cost_models.streams import concurrent_time
 
 SECONDS = st.floats(0, 1e3)
 
@@ -18,12 +18,12 @@ SECONDS = st.floats(0, 1e3)
 @given(SECONDS, SECONDS)
 def test_side_by_side_lies_between_the_longer_and_the_sum(compute_s: float, sent_s: float) -> None:
     """Overlapped computation and communication take between the longer time and the sum."""
-    assert max(compute_s, sent_s) <= beside(compute_s, sent_s) <= compute_s + sent_s + 1e-9
+    assert max(compute_s, sent_s) <= concurrent_time(compute_s, sent_s) <= compute_s + sent_s + 1e-9
 
 
 def test_nothing_to_hide_costs_nothing() -> None:
     """Computation alone takes its own time."""
-    assert beside(2.0, 0.0) == 2.0
+    assert concurrent_time(2.0, 0.0) == 2.0
 
 
 def test_the_data_file_is_physical() -> None:

@@ -18,7 +18,7 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.lowering.in_flight import BESIDE, InFlight
+from passes.lowering.in_flight import WITH_OVERLAP, InFlight
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.order import Moment, Pass, passes_at
 from passes.verification.verify_in_place import written_operands
@@ -236,7 +236,7 @@ def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
 def _passes_otherwise(plain: PhasedProgram) -> Mutate:
     """Lower one rank with other limits, of buckets or of messages in flight."""
     sizes = (64, 256, 1024, 4096)
-    choices = (*BESIDE, *(InFlight(buckets=_limited(size)) for size in sizes))
+    choices = (*WITH_OVERLAP, *(InFlight(buckets=_limited(size)) for size in sizes))
 
     def mutate(phased: PhasedProgram, random: Random) -> Found:
         index = random.randrange(len(choices))

@@ -127,7 +127,7 @@ class LayerPrice:
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
+class KernelPricer:
     """A pricer of kernels: the hardware and software that run them.
 
     Args:
@@ -260,7 +260,7 @@ class LayerPricer:
     A product in 8 bits saves its operands in 8 bits (Transformer Engine, module/linear.py: `saved_inputmat`).
     """
 
-    products: Products
+    kernel_pricer: KernelPricer
     _parts: dict[object, _Parts] = field(default_factory=dict)
     _groups: dict[object, _KernelGroup] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
@@ -294,14 +294,14 @@ class LayerPricer:
         if known not in group.prices:
             total = list(_NOTHING)
             for kernel, places in group.kernels:
-                taken = self.products.price(kernel, batch, sizes, is_block=is_block)
+                taken = self.kernel_pricer.price(kernel, batch, sizes, is_block=is_block)
                 total = [each + taken if is_in else each for each, is_in in zip(total, places, strict=True)]
             group.prices[known] = tuple(total)
         return group.prices[known]
 
     def _parts_of(self, layer: LayerClass, *, is_block: bool) -> _Parts:
         groups = {"forward": self._groups_in(layer.forward), "backward": self._groups_in(layer.backward)}
-        held = _held(layer, is_narrow=is_block and self.products.precision == "f8")
+        held = _held(layer, is_narrow=is_block and self.kernel_pricer.precision == "f8")
         sent = [item.value for phase in (layer.forward, layer.backward) for item in phase.sent]
         axes = {axis for group in chain(*groups.values()) for axis in group.axes} | _axes_in([*held.values, *sent])
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
@@ -309,7 +309,7 @@ class LayerPricer:
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
         """Return the kernels of a phase in groups. Kinds of recipes with the same kernels share the group objects."""
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
-        products = [self.products.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
+        products = [self.kernel_pricer.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
         found: dict[tuple[tuple[str, ...], bool], _KernelGroup] = {}
         for place, kernel in enumerate(phase.kernels):

@@ -22,7 +22,7 @@ from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.search.layers.count_layers import LayerClass, count_layers
 from passes.search.layers.fold_program import FoldedProgram
-from passes.search.layers.price_layers import LayerPrice, LayerPricer, Products
+from passes.search.layers.price_layers import KernelPricer, LayerPrice, LayerPricer
 from passes.search.layers.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.search.layers.route_tokens import matrices_of_layers, routed_calls, shared_layers
 from passes.search.layers.trace_values import source_of
@@ -100,7 +100,7 @@ class CountedModel:
         key = (cluster.device, runtime.attention, recipe.precision, runtime.separate_experts)
         if key not in self._pricers:
             device = cluster.device if runtime.attention is None else cluster.device.with_attention(runtime.attention)
-            self._pricers[key] = LayerPricer(Products(device, recipe.precision, runtime.separate_experts))
+            self._pricers[key] = LayerPricer(KernelPricer(device, recipe.precision, runtime.separate_experts))
         pricer = self._pricers[key]
         return {name: pricer.price((kind, name), layer, batch, sizes) for name, layer in self.count(kind).items()}
 

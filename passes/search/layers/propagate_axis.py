@@ -327,7 +327,8 @@ class _Propagation:
             cuts += any(spec.axes for spec in strategy.outputs)
         is_split = sum(bool(spec.dims) for spec in strategy.outputs)
         is_split = is_split if _is_lookup(site) else -is_split
-        return (-free, self._is_astray(site, strategy), self._carries_on(site, strategy), moved, cuts, is_split)
+        is_misplaced, is_partial = self._misplaces_gradient(site, strategy), self._stays_partial(site, strategy)
+        return (-free, is_misplaced, is_partial, moved, cuts, is_split)
 
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
         """Return the cost of a strategy on the expert axis, as a tuple like that of `_cost`.
@@ -339,9 +340,9 @@ class _Propagation:
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
         if any(spec.is_partial for spec in specs) or (not is_inside and any(spec.dims for spec in specs)):
             return (math.inf,)
-        return (self._is_astray(site, strategy), moved, sum(bool(spec.dims) for spec in specs))
+        return (self._misplaces_gradient(site, strategy), moved, sum(bool(spec.dims) for spec in specs))
 
-    def _is_astray(self, site: Site, strategy: Strategy) -> bool:
+    def _misplaces_gradient(self, site: Site, strategy: Strategy) -> bool:
         """Whether a strategy gives a parameter's gradient other split dims than the parameter has."""
         owners = (self.gradients.get((site.name, index)) for index in range(len(strategy.outputs)))
         wanted = (None if owner is None else self.state[owner, 0] for owner in owners)
@@ -349,7 +350,7 @@ class _Propagation:
             want is not None and spec.dims != want.dims for want, spec in zip(wanted, strategy.outputs, strict=True)
         )
 
-    def _carries_on(self, site: Site, strategy: Strategy) -> bool:
+    def _stays_partial(self, site: Site, strategy: Strategy) -> bool:
         """Whether a call with this strategy reads a partial activation, so that its result stays partial.
 
         Views, sums of partial values, and gradients of parameters do not count.
@@ -371,7 +372,7 @@ class _Propagation:
 
         A forbidden change costs infinity.
         """
-        if self._is_there(key, have, need, site):
+        if self._needs_no_move(key, have, need, site):
             return 0.0
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
             return math.inf
@@ -407,7 +408,7 @@ class _Propagation:
         have = self._have(key)
         if have is None:
             self._settle(key, need)
-        if have is None or self._is_there(key, have, need, site):
+        if have is None or self._needs_no_move(key, have, need, site):
             return
         if have.dims and not self._is_sequence(key, have) and site.phase == "forward" and self.policy.splits_parameters:
             free = (name for name in self.origins[key] - self.whole if self.policy.parameters.get(name) is None)
@@ -424,7 +425,7 @@ class _Propagation:
         elif need == WHOLE:
             self.gathered.add((self.base[key], site.phase))
 
-    def _is_there(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
+    def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
         """Whether a call needs no collective for an operand.
 
         It needs none if the spec is right, if it reads the shape alone, or if a whole copy was gathered in this phase.

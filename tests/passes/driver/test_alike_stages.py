@@ -94,7 +94,7 @@ def test_alike_stages_have_the_plans_that_each_has_alone(
     monkeypatch.setattr(Planner, "search_and_lower", lambda *given: searched.append(1) or search(*given))
     once = planned(model, mesh, recipe=recipe)
     number, numbers = len(searched), count()
-    monkeypatch.setattr(stage_search, "form_of", lambda *_: str(next(numbers)))
+    monkeypatch.setattr(stage_search, "stage_key", lambda *_: str(next(numbers)))
     each = planned(model, mesh, recipe=recipe)
     assert number < len(once.stages) == len(searched) - number
     strip = {"search_time_s": 0.0, "formulas": None, "alternatives": None, "baselines": {}}

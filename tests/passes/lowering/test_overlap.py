@@ -14,7 +14,7 @@ from autoshard.ir.mesh import Mesh
 from cost_models.hardware import node_type
 from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.lowering.in_flight import ALONE, BESIDE, SHARE_ALONE, SHARE_BESIDE
+from passes.lowering.in_flight import SHARE_WITH_OVERLAP, SHARE_WITHOUT_OVERLAP, WITH_OVERLAP, WITHOUT_OVERLAP
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.order import Moment, passes_at
 from passes.lowering.overlap import overlapped
@@ -57,7 +57,7 @@ def order_of(phased: PhasedProgram) -> list[str]:
 def test_where_nothing_runs_beside_communication_calls_that_compute_keep_their_order() -> None:
     """Calls keep their order on one machine; on several hosts gradients of weights follow calls that start messages."""
     phased = plain("gpt", "tensor")
-    for in_flight in ALONE[: -len(BESIDE)]:
+    for in_flight in WITHOUT_OVERLAP[: -len(WITH_OVERLAP)]:
         made = phased
         for rewrite in passes_at(Moment.IN_FLIGHT, LoweringOptions(in_flight=in_flight)):
             made = made if isinstance(rewrite, BucketCollectives) else rewrite(made)
@@ -77,7 +77,7 @@ def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
     phased = of_one_batch("gpt", "ZeRO-1")
     made = [overlapped(phased, LoweringOptions(memory_bytes=math.inf, cluster=item)) for item in (ONE_MACHINE, HOSTS)]
     alone, beside = (peak_bytes(item) / peak_bytes(phased) - 1 for item in made)
-    assert beside <= SHARE_BESIDE < alone <= SHARE_ALONE
+    assert beside <= SHARE_WITH_OVERLAP < alone <= SHARE_WITHOUT_OVERLAP
 
 
 def test_overlap_is_that_of_the_links() -> None:

@@ -9,13 +9,13 @@ from autoshard import RecipeError
 from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
 from cost_models.schedule_orders import SCHEDULES, rank_orders
-from passes.search.pipeline_stages import even_blocks, in_flight, rank_counts, share_out, stages_time
+from passes.search.pipeline_stages import cut_into_stages, even_blocks, in_flight, rank_counts, stages_time
 from tests.cost_models.in_flight import peak_in_flight
 
 
 def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
     """Blocks are divided evenly; the first and the last stage have the layers before and after the blocks."""
-    stages = share_out(("b",) * 10, Execution(pipeline=4))
+    stages = cut_into_stages(("b",) * 10, Execution(pipeline=4))
     assert [dict(stage.layers).get("b") for stage in stages] == [2, 3, 3, 2]
     assert stages[0].layers[0] == ("before", 1)
     assert stages[-1].layers[-1] == ("after", 1)
@@ -23,16 +23,16 @@ def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
 
 def test_ends_count_as_blocks_where_they_are_split() -> None:
     """Seventy blocks on twelve stages are five on the first and the last, and six between."""
-    stages = share_out(("b",) * 70, Execution(pipeline=12, stage_layers=even_blocks(70, 12, split_ends=True)))
+    stages = cut_into_stages(("b",) * 70, Execution(pipeline=12, stage_layers=even_blocks(70, 12, split_ends=True)))
     assert [dict(stage.layers)["b"] for stage in stages] == [5, *[6] * 10, 5]
 
 
 def test_given_counts_are_kept() -> None:
     """Given counts of blocks are kept, and must sum to the blocks."""
-    stages = share_out(("b",) * 5, Execution(pipeline=2, stage_layers=(4, 1)))
+    stages = cut_into_stages(("b",) * 5, Execution(pipeline=2, stage_layers=(4, 1)))
     assert [dict(stage.layers)["b"] for stage in stages] == [4, 1]
     with pytest.raises(RecipeError, match="shares out 5 blocks; the model has 6"):
-        share_out(("b",) * 6, Execution(pipeline=2, stage_layers=(4, 1)))
+        cut_into_stages(("b",) * 6, Execution(pipeline=2, stage_layers=(4, 1)))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, fir
     """Looped, or as a V: then the first rank has the last stage too."""
     recipe = Execution(pipeline=4, virtual_stages=2, schedule=schedule, stage_layers=(1,) * 8)
     names = [f"block {index}" for index in range(8)]
-    counts = rank_counts(names, share_out(names, recipe), recipe)
+    counts = rank_counts(names, cut_into_stages(names, recipe), recipe)
     assert np.flatnonzero(counts[0]).tolist() == first
 
 

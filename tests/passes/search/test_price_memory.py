@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
-from passes.search.pipeline_stages import share_out
+from passes.search.pipeline_stages import cut_into_stages
 from passes.search.price_memory import MemoryPrice, memory_price
 from passes.search.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, priced_dense
@@ -21,7 +21,7 @@ ELEMENTS = sum(parameter.numel() for parameter in dense(8).parameters())
 def _memory(recipe: Execution, in_flight: float = 1.0) -> MemoryPrice:
     cluster = Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
     prices = PRICED.counted.layer_prices(recipe, cluster)
-    stages = share_out(PRICED.folded.blocks, recipe)
+    stages = cut_into_stages(PRICED.folded.blocks, recipe)
     return memory_price(prices, stages, recipe, recipe_groups(recipe, cluster), (in_flight,) * recipe.pipeline)
 
 

@@ -15,7 +15,7 @@ from cost_models.step import InStep
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import AxisTraffic, Busy, LayerPrice, PhasePrice
 from passes.search.layers.propagate_axis import MoveKind
-from passes.search.pipeline_stages import share_out
+from passes.search.pipeline_stages import cut_into_stages
 from passes.search.price_recipe import Step
 from passes.search.recipe_groups import recipe_groups
 from tests.passes.executions import under
@@ -91,7 +91,7 @@ def _seconds(prices: Mapping[str, LayerPrice], recipe: Execution, fabric: float 
     node = dataclasses.replace(NODE, intra=NODE.intra.slowed(fabric))
     cluster = Cluster(node, nodes, recipe.devices // nodes, InStep(network=network))
     groups = recipe_groups(recipe, cluster)
-    return Step(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
+    return Step(prices, cut_into_stages(BLOCKS, recipe), recipe, groups, cluster).time_s
 
 
 KERNELS = (("matmul_s", "weight_gradient_s"), ("attention_s",), ("memory_s",))

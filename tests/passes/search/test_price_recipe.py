@@ -12,8 +12,8 @@ from cost_models.collectives import all_gather_time
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
 from cost_models.step import InStep
-from cost_models.streams import beside
-from passes.search.pipeline_stages import share_out
+from cost_models.streams import concurrent_time
+from passes.search.pipeline_stages import cut_into_stages
 from passes.search.price_ends import exchange_times
 from passes.search.price_recipe import (
     Step,
@@ -39,7 +39,7 @@ def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
     cluster = cluster or _cluster(recipe)
     prices = PRICED.counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
-    return Step(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
+    return Step(prices, cut_into_stages(BLOCKS, recipe), recipe, groups, cluster).time_s
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
@@ -98,8 +98,8 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
         here, there = (layer_times({name: prices[name]}, each, groups, cluster) for each in (recipe, away))
         out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
         assert out_s > 0
-        assert there.forward_s[0] == beside(here.forward_s[0], out_s)
-        backward_s = beside(here.backward_s[0] + here.recompute_s[0], back_s)
+        assert there.forward_s[0] == concurrent_time(here.forward_s[0], out_s)
+        backward_s = concurrent_time(here.backward_s[0] + here.recompute_s[0], back_s)
         assert there.backward_s[0] + there.recompute_s[0] == pytest.approx(backward_s)
     assert _seconds(away) > _seconds(recipe)
 

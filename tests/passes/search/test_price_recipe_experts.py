@@ -14,7 +14,7 @@ from autoshard.ir.execution import Execution
 from passes.search.layers.price_layers import AxisTraffic
 from passes.search.layers.price_model import PricedModel
 from passes.search.layers.propagate_axis import MoveKind
-from passes.search.pipeline_stages import share_out
+from passes.search.pipeline_stages import cut_into_stages
 from passes.search.price_memory import memory_price
 from passes.search.price_recipe import Step, sharded_time
 from passes.search.recipe_groups import recipe_groups, sorting_time, traffic_time
@@ -41,7 +41,7 @@ class Beside(nn.Module):
 
 def _seconds(recipe: Execution) -> float:
     prices = PRICED.counted.layer_prices(recipe, CLUSTER)
-    stages = share_out(PRICED.folded.blocks, recipe)
+    stages = cut_into_stages(PRICED.folded.blocks, recipe)
     return Step(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER).time_s
 
 
@@ -71,7 +71,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
         sharded_time(dense, alone, recipe_groups(alone, CLUSTER))
     )
     sized = {name: dataclasses.replace(each, parameters=100, expert_parameters=1000) for name, each in prices.items()}
-    memory = memory_price(sized, share_out(PRICED.folded.blocks, recipe), recipe, groups, [1.0])
+    memory = memory_price(sized, cut_into_stages(PRICED.folded.blocks, recipe), recipe, groups, [1.0])
     assert memory.parts["gathered parameters"] == 2 * 2 * 1100
 
 

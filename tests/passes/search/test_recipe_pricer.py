@@ -15,7 +15,7 @@ from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.pipeline_stages import cuts_backward, share_out, stages_time
+from passes.search.pipeline_stages import cut_into_stages, cuts_backward, stages_time
 from passes.search.price_recipe import LayerTimes
 from passes.search.recipe_pricer import RecipePricer, path_times, places_of
 from passes.search.recipe_space import POLICIES, ActivationPolicy, Pipe, RecipeSpace, Sharding, known_pipes
@@ -48,7 +48,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     times = LayerTimes(forward, backward, *[np.zeros(4)] * 5, communication=())
     (found,) = path_times(times, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
     recipe, stages = recipe_of(pipe, len(blocks), micro_batches), []
-    for stage in share_out(blocks, recipe):
+    for stage in cut_into_stages(blocks, recipe):
         counts = np.array([dict(stage.layers).get(name, 0) for name in NAMES])
         half = float(counts @ backward) / 2
         stages.append(StageTimes(float(counts @ forward), half, half, send_s))

@@ -13,13 +13,13 @@ from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from passes.search.layers.count_layers import LayerKernel
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import Busy, LayerPrice, LayerPricer, Products
+from passes.search.layers.price_layers import Busy, KernelPricer, LayerPrice, LayerPricer
 from passes.search.layers.price_model import RecipeKind
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
 MODEL = priced_sparse().counted
 DEVICE = Cluster("h100_sxm", 1, 8).device
-USED = LayerPricer(Products(DEVICE, "bf16"))
+USED = LayerPricer(KernelPricer(DEVICE, "bf16"))
 SIZES = st.sampled_from([1, 2, 4])
 
 
@@ -30,7 +30,7 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
     """A used pricer gives a new pricer's prices to the last digit, and all kernels sum to the total."""
     kind = RecipeKind(tensor > 1, parallel and tensor > 1, context > 1, expert > 1, split and tensor > 1, fused=True)
     sizes = {"tensor": tensor, "context": context, "expert": expert}
-    new = LayerPricer(Products(DEVICE, "bf16"))
+    new = LayerPricer(KernelPricer(DEVICE, "bf16"))
     for name, layer in MODEL.count(kind).items():
         is_block = name not in (BEFORE, AFTER)
         price = USED.price((kind, name), layer, batch, sizes)
@@ -39,7 +39,7 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
         for phase, found in ((layer.forward, price.forward), (layer.backward, price.backward)):
             total = Busy()
             for kernel in phase.kernels:
-                total += new.products.price(kernel, batch, sizes, is_block=is_block)
+                total += new.kernel_pricer.price(kernel, batch, sizes, is_block=is_block)
             assert asdict(found.busy) == pytest.approx(asdict(total))
             assert len(found.traffic) == len(phase.sent)
 
@@ -54,14 +54,14 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
     """Another batch prices only kernels with sequences anew, and a known batch prices no kernel."""
     priced: list[str] = []
 
-    price = Products.price
+    price = KernelPricer.price
 
-    def counted(products: Products, kernel: LayerKernel, *others: Any, **named: Any) -> Busy:
+    def counted(kernel_pricer: KernelPricer, kernel: LayerKernel, *others: Any, **named: Any) -> Busy:
         priced.append(kernel.name)
-        return price(products, kernel, *others, **named)
+        return price(kernel_pricer, kernel, *others, **named)
 
-    monkeypatch.setattr(Products, "price", counted)
-    pricer, sizes = LayerPricer(Products(DEVICE, "bf16")), {"tensor": 1, "context": 1, "expert": 1}
+    monkeypatch.setattr(KernelPricer, "price", counted)
+    pricer, sizes = LayerPricer(KernelPricer(DEVICE, "bf16")), {"tensor": 1, "context": 1, "expert": 1}
     layer = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))[BEFORE]
     counts = []
     for batch in (1, 2, 1):
@@ -79,7 +79,7 @@ def test_products_with_weights_are_faster_in_8_bits_and_those_of_attention_are_n
     narrow, wide = (
         [
             [
-                Products(DEVICE, precision).price(kernel, 4096, {"tensor": 1}, is_block=True).matmul_s
+                KernelPricer(DEVICE, precision).price(kernel, 4096, {"tensor": 1}, is_block=True).matmul_s
                 for kernel in phase.kernels
             ]
             for phase in (layer.forward, layer.backward)
