@@ -231,7 +231,7 @@ class Checkpoints:
         action = f"Saving step {at} to {self.folder}"
         digests = {part.keyword: part.digest() for part in parts if part.spread is Spread.UNKNOWN and ranks.size > 1}
         _, begun = ranks.merge(action, lambda: {"at": str(at), **digests}, partial(self._begin_together, at))
-        own = {part.keyword for part in parts if part.spread is Spread.OWN} | begun.differing
+        own = {part.keyword for part in parts if part.spread is Spread.PER_RANK} | begun.differing
         items = {name: item for part in parts for name, item in part.to_write(ranks, differs=part.keyword in own)}
         parts.clear()
         writer = Writer(begun.folder, ranks.rank)

@@ -27,13 +27,13 @@ from autoshard.runtime.agreement.digests import digest_of
 class Spread(Enum):
     """Whether the plain values and tensors of a saved object are equal on all ranks.
 
-    `ALIKE`: they are equal, and one rank saves each. `OWN`: each rank saves its own. `UNKNOWN`: the ranks compare
-    digests at the save, and then treat the object as `ALIKE` or `OWN`. DTensors are always saved by shards.
+    `ALIKE`: they are equal, and one rank saves each. `PER_RANK`: each rank saves its own. `UNKNOWN`: the ranks compare
+    digests at the save, and then treat the object as `ALIKE` or `PER_RANK`. DTensors are always saved by shards.
     """
 
     ALIKE = "alike"
     UNKNOWN = "unknown"
-    OWN = "own"
+    PER_RANK = "per rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +119,25 @@ def suffix_of(name: str) -> str:
 
 def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnapshot]:
     """Return snapshots of `parts`. With `copies`, copy tensors to the host's memory, so that training may go on."""
-    shares = _Shares(ranks)
+    choice = _WriterChoice(ranks)
     known: dict[Any, torch.Tensor] = {}
-    taken = [_take(part, shares, known, copies=copies) for part in parts]
+    taken = [_take(part, choice, known, copies=copies) for part in parts]
     if any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in known.values()):
         torch.accelerator.synchronize()
     return taken
 
 
-def _take(part: Part, shares: _Shares, known: dict[Any, torch.Tensor], *, copies: bool) -> PartSnapshot:
-    tensors, rest = ({}, part.state) if part.spread is Spread.OWN else split(part.keyword, part.state)
+def _take(part: Part, choice: _WriterChoice, known: dict[Any, torch.Tensor], *, copies: bool) -> PartSnapshot:
+    tensors, rest = ({}, part.state) if part.spread is Spread.PER_RANK else split(part.keyword, part.state)
     items = {}
     for name, tensor in tensors.items():
         refuse_meta(name, tensor)
-        is_mine = shares.is_mine(name, tensor)
+        is_mine = choice.is_mine(name, tensor)
         if is_mine or (part.spread is Spread.UNKNOWN and not isinstance(tensor, DTensor)):
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             value = _copied(local.detach(), known) if copies else local.detach()
             items[name] = Item(tensor, value, is_mine)
-    items[whole_name(part.keyword)] = Item(None, packed(rest), shares.is_first)
+    items[whole_name(part.keyword)] = Item(None, packed(rest), choice.is_first)
     return PartSnapshot(part.keyword, part.spread, items, described(rest) if part.spread is Spread.UNKNOWN else "")
 
 
@@ -188,7 +188,7 @@ class _Holders:
         return cls(sizes, place)
 
 
-class _Shares:
+class _WriterChoice:
     """Chooses which rank writes a piece that several ranks hold: the holder with the fewest bytes to write so far.
 
     The ranks do not communicate. Each rank makes the choices for all ranks, from names and shapes that are equal on

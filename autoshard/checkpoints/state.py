@@ -79,7 +79,7 @@ class TrainingState:
             *(Part(key, item.state(), Spread.ALIKE) for key, item in self.optimizers.items()),
             *(Part(key, item.state_dict()) for key, item in self.others.items()),
             Part(_PROGRESS, {"step": at, "seeds": seeds}, Spread.ALIKE),
-            Part(_RANDOM, _random_state(), Spread.OWN),
+            Part(_RANDOM, _random_state(), Spread.PER_RANK),
         ]
 
     def wanted(self, stored: Stored, rank: int, size: int) -> dict[str, str]:

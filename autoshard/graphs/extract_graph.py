@@ -22,18 +22,18 @@ def placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def extract_graph(
     whole: fx.Graph,
     inputs: Sequence[fx.Node],
-    members: Collection[fx.Node],
+    calls: Collection[fx.Node],
     results: Sequence[fx.Node],
     copy_node: CopyNode = fx.Graph.node_copy,
 ) -> fx.Graph:
-    """Return a new graph that computes `results` from `inputs` with copies of the calls `members`.
+    """Return a new graph that computes `results` from `inputs` with copies of `calls`.
 
     Other nodes that the calls read, such as scalars and constants, are copied too. Unused calls are left out.
 
     Args:
         whole: the graph that has all these nodes.
         inputs: nodes of `whole` that become the placeholders of the new graph, in this order.
-        members: calls of `whole` to copy.
+        calls: calls of `whole` to copy.
         results: nodes of `whole` whose copies the new graph returns, in this order.
         copy_node: `copy_node(graph, node, copy_of)` adds a copy of `node` to `graph`. `copy_of` maps an operand to its
             copy.
@@ -48,7 +48,7 @@ def extract_graph(
             copies[node] = copy_node(graph, node, copies.__getitem__)
 
     for node in whole.nodes:
-        if node in members and node.op not in ("placeholder", "output"):
+        if node in calls and node.op not in ("placeholder", "output"):
             copy(node)
     graph.output(tuple(copies[node] for node in results))
     graph.eliminate_dead_code()

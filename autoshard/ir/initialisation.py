@@ -1,6 +1,6 @@
 """The record of a model's initialisers: operations on memory, from which any part of any weight can be computed alone.
 
-A memory is the storage of tensors, known by a number. Tensors of the record are strided views of memories (`Place`), so
+A memory is the storage of tensors, known by a number. Tensors of the record are views of memories (`StridedView`), so
 views need no operation. Random numbers come from `autoshard::random` by their global index, so any part of a random
 tensor can be drawn alone.
 """
@@ -57,7 +57,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StridedView:
     """A tensor of the record: a strided view of a memory.
 
     Args:
@@ -89,7 +89,7 @@ class Place:
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
         """Return the box that the elements cover in a contiguous tensor of `shape`, and a tuple of dims.
 
-        The tuple has, for each dim of the place, the matching dim of the box. None if the elements cover no box.
+        The tuple has, for each dim of the view, the matching dim of the box. None if the elements cover no box.
         """
         strides = contiguous_strides(shape)
         start, left = [], self.offset
@@ -122,16 +122,16 @@ class Operation:
 
     Args:
         target: the operator.
-        args, kwargs: its arguments, with places for tensors.
-        results: place of each tensor result; None for a result whose memory existed before the call.
-        written: places that the call writes to.
+        args, kwargs: its arguments, with a `StridedView` for each tensor.
+        results: each tensor result, as a view; None for a result whose memory existed before the call.
+        written: views that the call writes to.
     """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: tuple[Place | None, ...]
-    written: tuple[Place, ...]
+    results: tuple[StridedView | None, ...]
+    written: tuple[StridedView, ...]
 
     @property
     def name(self) -> str:
@@ -149,11 +149,13 @@ class Operation:
         return self.name in _OVERWRITING or torch.Tag.pointwise in self.target.tags
 
     @property
-    def operands(self) -> tuple[Place, ...]:
-        """The tensor arguments (each a `Place`) whose values the call reads, in order."""
+    def operands(self) -> tuple[StridedView, ...]:
+        """The tensor arguments (each a `StridedView`) whose values the call reads, in order."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         skipped = self.written if self.overwrites else ()
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Place) and not any(leaf is item for item in skipped))
+        return tuple(
+            leaf for leaf in leaves if isinstance(leaf, StridedView) and not any(leaf is item for item in skipped)
+        )
 
 
 _OVERWRITING = ("aten::copy_", "aten::fill_", "aten::zero_")
@@ -166,17 +168,17 @@ class Initialisation:
     Args:
         operations: the operations, in order.
         numels: number of a memory to the number of its elements.
-        begins: name of each parameter and buffer to its place before initialisation. Each has a whole memory, in
+        begins: name of each parameter and buffer to its view before initialisation. Each has a whole memory, in
             contiguous order.
-        ends: name of each parameter and buffer to the place of its final value.
+        ends: name of each parameter and buffer to the view of its final value.
         constants: number of a memory that existed before the record began, to its flat values.
         seed: number of the memory that holds the seed.
     """
 
     operations: tuple[Operation, ...]
     numels: Mapping[int, int]
-    begins: Mapping[str, Place]
-    ends: Mapping[str, Place]
+    begins: Mapping[str, StridedView]
+    ends: Mapping[str, StridedView]
     constants: Mapping[int, torch.Tensor]
     seed: int
 
@@ -190,18 +192,18 @@ class Initialisation:
 
         A weight that no operation writes depends on itself.
         """
-        known = {place.memory: _MemorySource(place.shape, frozenset({name})) for name, place in self.begins.items()}
+        known = {view.memory: _MemorySource(view.shape, frozenset({name})) for name, view in self.begins.items()}
         for operation in self.operations:
             read = frozenset().union(
                 *(known[item.memory].sources for item in operation.operands if item.memory in known)
             )
-            for place in operation.results:
-                if place is not None:
-                    known[place.memory] = _MemorySource(place.shape, read)
-            for place in operation.written:
-                content = known.setdefault(place.memory, _MemorySource(place.shape, frozenset()))
-                known[place.memory] = content.written(place, read, self.numels[place.memory], operation.overwrites)
-        return {name: known[place.memory].sources for name, place in self.ends.items()}
+            for view in operation.results:
+                if view is not None:
+                    known[view.memory] = _MemorySource(view.shape, read)
+            for view in operation.written:
+                content = known.setdefault(view.memory, _MemorySource(view.shape, frozenset()))
+                known[view.memory] = content.written(view, read, self.numels[view.memory], operation.overwrites)
+        return {name: known[view.memory].sources for name, view in self.ends.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +220,11 @@ class _MemorySource:
     sources: frozenset[str]
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
 
-    def written(self, place: Place, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
-        """Return the sources after a write to `place` of values that depend on the weights `read`."""
-        if overwrites and place.has_all(numel):
+    def written(self, view: StridedView, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
+        """Return the sources after a write to `view` of values that depend on the weights `read`."""
+        if overwrites and view.has_all(numel):
             return _MemorySource(self.shape, read)
-        found = place.box_in(self.shape) if overwrites else None
+        found = view.box_in(self.shape) if overwrites else None
         if found is None:
             return _MemorySource(self.shape, self.sources | read, self.boxes)
         boxes = (*self.boxes, (found[0], read))

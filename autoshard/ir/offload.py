@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard.ir.brought_back import BroughtBack
+from autoshard.ir.restored_nodes import RestoredNode
 
 LABEL = "offload"
 """Key in `Prediction.breakdown` for the time of copies to and from the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadedNode(BroughtBack):
+class OffloadedNode(RestoredNode):
     """A node of the forward whose value moves to the host at once and returns before node `before`."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Grown = Mapping[int, int]
+SizeDifferences = Mapping[int, int]
 """From each dim of a result that grows with the padded inputs, to its unpadded size minus the inputs' unpadded length.
 
 The difference is usually 0; for predictions that are shifted by one place it is -1.
@@ -22,6 +22,6 @@ class PaddingProof:
         reason: why padding may reach a result; empty if it provably does not.
     """
 
-    cuts: Mapping[int, Grown] = field(default_factory=dict)
+    cuts: Mapping[int, SizeDifferences] = field(default_factory=dict)
     as_compiled: bool = False
     reason: str = ""

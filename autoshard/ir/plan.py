@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.answers import Comparison, Explanation, Limits, WhyNot
-from autoshard.ir.brought_back import by_module
 from autoshard.ir.files import read_text, write_text
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
@@ -28,6 +27,7 @@ from autoshard.ir.read_json import check_keys, is_required, parse, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
+from autoshard.ir.restored_nodes import by_module
 from autoshard.ir.runtime import AUTOSHARD
 from autoshard.ir.show import page_of, text_of
 from autoshard.ir.spec import PartitionSpec

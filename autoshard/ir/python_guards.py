@@ -40,7 +40,7 @@ _SAMPLED = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class AttributeGuard:
     """Guard on some attributes of an object: its type, and the values in its `vars` under these names.
 
     Args:
@@ -58,7 +58,7 @@ class Namespace:
     values: tuple[Any, ...]
 
     @classmethod
-    def of(cls, title: str, holder: Any, names: Iterable[str]) -> Namespace:
+    def of(cls, title: str, holder: Any, names: Iterable[str]) -> AttributeGuard:
         """Make a guard on the object's present values."""
         names = tuple(names)
         held = vars(holder)
@@ -68,7 +68,7 @@ class Namespace:
         """Return the guarded values by name."""
         return dict(zip(self.names, self.values, strict=True))
 
-    def without(self, names: Collection[str]) -> Namespace:
+    def without(self, names: Collection[str]) -> AttributeGuard:
         """Return the guard without some names."""
         found = {name: value for name, value in self.found().items() if name not in names}
         return replace(self, names=tuple(found), values=tuple(found.values()))
@@ -90,7 +90,7 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentGuard:
     """Guard on the content of a dict, list, set, deque, array of objects or object with slots.
 
     Args:
@@ -104,7 +104,7 @@ class Content:
     items: tuple[Any, ...]
 
     @classmethod
-    def of(cls, title: str, holder: Any) -> Content:
+    def of(cls, title: str, holder: Any) -> ContentGuard:
         """Make a guard on the container's present content."""
         return cls(title, holder, items_of(holder))
 
@@ -121,7 +121,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryGuard:
     """Guard on the numbers in an array, a bytearray or a tensor.
 
     Args:
@@ -141,7 +141,7 @@ class Memory:
     alias: torch.Tensor | None
 
     @classmethod
-    def of(cls, title: str, holder: Any, room: int) -> Memory:
+    def of(cls, title: str, holder: Any, room: int) -> MemoryGuard:
         """Make a guard on the present numbers: on all of them if they fit into `room` bytes, else on a sample."""
         alias = holder.detach() if isinstance(holder, torch.Tensor) else None
         read = _reader_of(holder, room)
@@ -187,21 +187,21 @@ class PythonGuards:
     """All Python values that a trace relied on.
 
     Args:
-        namespaces: objects with the values that the trace read.
-        contents: containers among these values, with their content.
+        attribute_guards: guards on the values that the trace read, one for each object.
+        content_guards: guards on the content of containers among these values.
         empties: containers that were empty; `empty_titles` has their titles.
-        memories: arrays, and tensors that are neither parameters, buffers nor inputs.
+        memory_guards: guards on arrays, and on tensors that are neither parameters, buffers nor inputs.
         conditions: conditions on watched numbers, which are not compared by value.
         settings: attributes that a call sets when the guards hold, as in `PythonUse`.
         of_another: whether the guards were made for another model, of which the called model is a copy. Such guards
             never hold.
     """
 
-    namespaces: tuple[Namespace, ...] = ()
-    contents: tuple[Content, ...] = ()
+    attribute_guards: tuple[AttributeGuard, ...] = ()
+    content_guards: tuple[ContentGuard, ...] = ()
     empties: tuple[Any, ...] = ()
     empty_titles: tuple[str, ...] = ()
-    memories: tuple[Memory, ...] = ()
+    memory_guards: tuple[MemoryGuard, ...] = ()
     conditions: tuple[Condition, ...] = ()
     settings: tuple[tuple[Any, str, Any], ...] = ()
     of_another: bool = False
@@ -211,9 +211,9 @@ class PythonGuards:
         return (
             not self.of_another
             and not any(self.empties)
-            and all(item.holds() for item in self.namespaces)
-            and all(item.holds() for item in self.contents)
-            and all(item.holds() for item in self.memories)
+            and all(item.holds() for item in self.attribute_guards)
+            and all(item.holds() for item in self.content_guards)
+            and all(item.holds() for item in self.memory_guards)
             and all(item.holds() for item in self.conditions)
         )
 
@@ -222,19 +222,19 @@ class PythonGuards:
         holders = {holder for holder, _ in attributes}
         return replace(
             self,
-            namespaces=tuple(
+            attribute_guards=tuple(
                 item.without({name for holder, name in attributes if holder == id(item.holder)})
                 if id(item.holder) in holders
                 else item
-                for item in self.namespaces
+                for item in self.attribute_guards
             ),
         )
 
     def changes(self) -> Sequence[str]:
         """Return the paths of all changed values, such as "layers.0.dropout.p"."""
-        found = [name for item in (*self.namespaces, *self.contents) for name in item.changes()]
+        found = [name for item in (*self.attribute_guards, *self.content_guards) for name in item.changes()]
         found += [title for title, held in zip(self.empty_titles, self.empties, strict=True) if held]
-        found += [name for item in (*self.memories, *self.conditions) for name in item.changes()]
+        found += [name for item in (*self.memory_guards, *self.conditions) for name in item.changes()]
         return tuple(dict.fromkeys(found))
 
 
@@ -256,7 +256,7 @@ class PythonUse:
     notes: tuple[str, ...] = ()
     counting: frozenset[str] = frozenset()
 
-    def beside(self, other: PythonUse) -> PythonUse:
+    def joined_with(self, other: PythonUse) -> PythonUse:
         """Return this record with the names, containers and counting attributes of another trace added."""
         names = {id(holder): (title, holder, found) for title, holder, found in self.names}
         for title, holder, found in other.names:
@@ -285,17 +285,17 @@ class _Collected:
     def __init__(self, registered: set[int], counting: frozenset[str]) -> None:
         self._seen = registered
         self._counting = counting
-        self._namespaces: list[Namespace] = []
-        self._contents: list[Content] = []
+        self._attributes: list[AttributeGuard] = []
+        self._contents: list[ContentGuard] = []
         self._empties: list[tuple[str, Any]] = []
-        self._memories: list[Memory] = []
+        self._memories: list[MemoryGuard] = []
         self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
         """Guard an object's values under some names, and the content of these values."""
-        namespace = Namespace.of(title, holder, self._without_counting(title, names))
-        self._namespaces.append(namespace)
-        for name, value in zip(namespace.names, namespace.values, strict=True):
+        guard = AttributeGuard.of(title, holder, self._without_counting(title, names))
+        self._attributes.append(guard)
+        for name, value in zip(guard.names, guard.values, strict=True):
             self.open(f"{title}.{name}".removeprefix("."), value)
 
     def open(self, title: str, value: Any) -> None:
@@ -306,7 +306,7 @@ class _Collected:
         if is_container(value):
             self._open_container(title, value)
         elif isinstance(value, (torch.Tensor, *MEMORIES)):
-            self._memories.append(Memory.of(title, value, self._room))
+            self._memories.append(MemoryGuard.of(title, value, self._room))
             self._room -= len(self._memories[-1].found)
         elif is_record(value):
             self._open_record(title, value)
@@ -316,7 +316,7 @@ class _Collected:
             if isinstance(value, CONTAINERS) and not value:
                 self._empties.append((title, value))
                 return
-            self._contents.append(Content.of(title, value))
+            self._contents.append(ContentGuard.of(title, value))
         for item in value.values() if isinstance(value, Mapping) else items_of(value):
             self.open(title, item)
 
@@ -326,7 +326,7 @@ class _Collected:
         slots = slots_of(value)
         guarded = self._without_counting(title, slots)
         if slots and len(guarded) == len(slots):
-            self._contents.append(Content.of(title, value))
+            self._contents.append(ContentGuard.of(title, value))
         for name in guarded:
             self.open(f"{title}.{name}", slots[name])
 
@@ -336,5 +336,5 @@ class _Collected:
     def guards(self) -> PythonGuards:
         """Return the guards on everything added."""
         titles, empties = zip(*self._empties, strict=True) if self._empties else ((), ())
-        namespaces, contents = tuple(self._namespaces), tuple(self._contents)
-        return PythonGuards(namespaces, contents, empties, titles, tuple(self._memories))
+        attributes, contents = tuple(self._attributes), tuple(self._contents)
+        return PythonGuards(attributes, contents, empties, titles, tuple(self._memories))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard.ir.brought_back import BroughtBack
+from autoshard.ir.restored_nodes import RestoredNode
 
 PHASE = "recompute"
 """Name of the phase of recomputed nodes. They run within the backward."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputedNode(BroughtBack):
+class RecomputedNode(RestoredNode):
     """A node of the forward that runs a second time, just before node `before` of the backward."""
 
 

@@ -52,11 +52,11 @@ class Repeat:
                 return index, f"{block - first}.{rest}"
         return None
 
-    def alike(self, path: str) -> tuple[str, ...]:
-        """Return the paths of the whole model for which `path` stands, `path` itself last.
+    def represented_by(self, path: str) -> tuple[str, ...]:
+        """Return the paths of the whole model that `path` represents, `path` itself last.
 
-        A path in the unit behind the gap stands for the same place in each left-out unit, and for itself. Every other
-        path stands for itself alone.
+        A path in the unit behind the gap represents the same place in each left-out unit, and itself. Every other path
+        represents itself alone.
         """
         block, rest = self._split(path)
         if block is None or not self.behind <= block < self.behind + self.period:
@@ -77,7 +77,7 @@ class Repeat:
         offset = (block - self.before) % self.period
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
-    def beside(self, path: str, other: str) -> str | None:
+    def same_place_in_unit_of(self, path: str, other: str) -> str | None:
         """Return the path of the same place as `path` in the unit that contains `other`.
 
         None if one of the paths lies in no block of the list.
@@ -103,13 +103,13 @@ class Repeat:
         return (int(number), rest) if path.startswith(f"{self.path}.") and number.isdigit() else (None, "")
 
 
-def names_alike(repeats: tuple[Repeat, ...], name: str) -> tuple[str, ...]:
-    """Return the names in the whole model for which a slot's name stands, the name itself last.
+def names_represented_by(repeats: tuple[Repeat, ...], name: str) -> tuple[str, ...]:
+    """Return the names in the whole model that a slot's name represents, the name itself last.
 
     A slot's name is a path, or a kind and a path: "exp_avg:layers.30.weight".
     """
     prefix, colon, path = name.rpartition(":")
     for repeat in repeats:
         if repeat.place(path) is not None:
-            return tuple(f"{prefix}{colon}{alike}" for alike in repeat.alike(path))
+            return tuple(f"{prefix}{colon}{path}" for path in repeat.represented_by(path))
     return (name,)

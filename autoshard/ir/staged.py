@@ -19,7 +19,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 PIPELINE_AXIS = "pipeline"
 """The mesh axis of pipeline stages."""
 
-ALONE = "data"
+ONLY_AXIS = "data"
 """Name of a stage's only axis, of size one, if the mesh has no axis beside the pipeline."""
 
 _CROSSING, _WEIGHTS = "<", "<weights "
@@ -82,13 +82,13 @@ class StageProgram:
     Args:
         phased: the stage's phases.
         plan: the stage's plan.
-        is_alike: whether `phased` comes from an equal stage, so that its names are of the other stage. It then only
-            serves to predict time and memory.
+        is_of_equal_stage: whether `phased` comes from an equal stage, so that its names are of the other stage. It then
+            only serves to predict time and memory.
     """
 
     phased: PhasedProgram
     plan: Plan
-    is_alike: bool = False
+    is_of_equal_stage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class StagedProgram:
         parts += [str(half.graph) for pair in halves for half in (pair.inputs, pair.weights)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
-    def made(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
+    def sent_slot(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
         """Return the slot of the value that stage `maker` sends to another stage under this name.
 
         The value is an output of the maker's forward, or a gradient of its backward.

@@ -76,7 +76,7 @@ def attention_reference(
         weights = weights * _keep(scores, seed, dropout_p, site, offset, global_shape)
     out = _merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q)
     like_out, like_lse = empty_results(q, v)
-    return lying_as(like_out, out.to(q.dtype)), lying_as(like_lse, lse)
+    return in_layout_of(like_out, out.to(q.dtype)), in_layout_of(like_lse, lse)
 
 
 def attention_backward_reference(
@@ -110,7 +110,7 @@ def attention_backward_reference(
     dq = _merge(torch.matmul(grad_scores, k.to(dtype)), q)
     dk = torch.matmul(grad_scores.mT, _group(q.to(dtype), k))
     dv = torch.matmul(_group(weights, k).mT, grad)
-    return by_rows(dq.to(q.dtype)), by_rows(dk.to(k.dtype)), by_rows(dv.to(v.dtype))
+    return in_row_major_layout(dq.to(q.dtype)), in_row_major_layout(dk.to(k.dtype)), in_row_major_layout(dv.to(v.dtype))
 
 
 def attention_composite(
@@ -226,12 +226,12 @@ def fake_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients of q, k and v with the right shapes, dtypes and layouts."""
-    return empty_by_rows(q), empty_by_rows(k), empty_by_rows(v)
+    return empty_row_major(q), empty_row_major(k), empty_row_major(v)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty tensors out [B, H, S, E] and lse [B, H, S], with the strides of torch's kernel for the device."""
-    out = torch.empty_like(q) if q.shape[3] == v.shape[3] else empty_by_rows(q, v.shape[3])
+    out = torch.empty_like(q) if q.shape[3] == v.shape[3] else empty_row_major(q, v.shape[3])
     batch, heads, rows, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
     if q.device.type == "cpu":
@@ -239,7 +239,7 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((batch, heads, rows), dtype=dtype)
 
 
-def empty_by_rows(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def empty_row_major(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor [B, H, S, size] whose memory is row-major [B, S, H, size].
 
     By default, size and dtype are those of `x`.
@@ -249,7 +249,7 @@ def empty_by_rows(x: Tensor, size: int | None = None, dtype: torch.dtype | None 
     return x.new_empty(shape, dtype=dtype or x.dtype).transpose(1, 2)
 
 
-def lying_as(like: Tensor, x: Tensor) -> Tensor:
+def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
     """Return `x` with its dims in the order in which the dims of `like` lie in memory.
 
     The result is a copy only if `x` lies in another order.
@@ -261,17 +261,17 @@ def lying_as(like: Tensor, x: Tensor) -> Tensor:
     return ordered.clone(memory_format=torch.contiguous_format).permute([order.index(dim) for dim in range(x.dim())])
 
 
-def claimed(q: Tensor, out: Tensor) -> Tensor:
+def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
     """Return a kernel's row-major result `out` in the layout of `empty_results`.
 
     The result is a copy only if `q` has the shape of `out` and is not row-major.
     """
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
-    return out if is_by_rows or q.shape != out.shape else lying_as(torch.empty_like(q), out)
+    return out if is_by_rows or q.shape != out.shape else in_layout_of(torch.empty_like(q), out)
 
 
-def by_rows(x: Tensor) -> Tensor:
+def in_row_major_layout(x: Tensor) -> Tensor:
     """Return `x` [B, H, S, D] with row-major memory [B, S, H, D]. The result is a copy only if its layout differs."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)

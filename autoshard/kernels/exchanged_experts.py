@@ -73,7 +73,7 @@ class Route:
         ids = ids.repeat_interleave(counts[1].flatten().to(order.device), output_size=sum(received))
         return cls(order[: sum(sent)], sent, received, group_by_expert(ids, held))
 
-    def there(self, *tensors: Tensor) -> Travelling:
+    def send_to_experts(self, *tensors: Tensor) -> Travelling:
         """Start to send a row of each assignment, in the order `order`, to the rank of its expert.
 
         The generator returns tensors in transit. `take` returns their rows once they have arrived.
@@ -88,7 +88,7 @@ class Route:
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
-    def back(self, *tensors: Tensor) -> Travelling:
+    def send_back(self, *tensors: Tensor) -> Travelling:
         """Start to send rows, sorted by expert, back to the ranks of their tokens.
 
         The generator returns tensors in transit. Their rows arrive in the order `order` of the receiving rank.
@@ -125,14 +125,14 @@ def _forward(
     groups = group_by_expert(index.flatten(), experts)
     counts = yield from _counted(groups, held.count)
     route = Route.of(groups.order, counts)
-    pending = yield from route.there(x.index_select(0, route.order // index.shape[1]))
+    pending = yield from route.send_to_experts(x.index_select(0, route.order // index.shape[1]))
     rows = route.take(pending)
     u = held.first_products(rows, route.arrived)
     kept = (rows, u, counts) if keeps else ()
     del rows
     done = held.results(u, route.arrived)
     del u
-    pending = yield from route.back(done)
+    pending = yield from route.send_back(done)
     del done
     rows = arrived(pending)[0] * weights.flatten().index_select(0, route.order).unsqueeze(1)
     return add_up(rows, route.order, index).to(x.dtype), *kept
@@ -167,7 +167,7 @@ def backward_steps(
     groups = group_by_expert(index.flatten(), experts)
     route = Route.of(groups.order, (yield from _counted(groups, held.count)))
     tokens = route.order // index.shape[1]
-    pending = yield from route.there(
+    pending = yield from route.send_to_experts(
         x.index_select(0, tokens), grad_out.index_select(0, tokens), weights.flatten().index_select(0, route.order)
     )
     rows = route.take(pending)
@@ -184,7 +184,7 @@ def kept_backward_steps(
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
-    pending = yield from route.there(
+    pending = yield from route.send_to_experts(
         grad_out.index_select(0, route.order // index.shape[1]), weights.flatten().index_select(0, route.order)
     )
     return (yield from _gradients(held, route, pending, rows, u, index))
@@ -210,7 +210,7 @@ def _gradients(
     grad, shares = route.take(pending), route.take(pending)
     d_rows, d_weights, d_u, grad = held.backward_of_rows(grad, shares, hidden, backward, groups)
     del backward
-    pending = yield from route.back(d_rows, d_weights)
+    pending = yield from route.send_back(d_rows, d_weights)
     del d_rows
     matrices = held.backward_of_matrices(grad, rows, hidden, d_u, groups)
     d_rows, d_weights = arrived(pending)

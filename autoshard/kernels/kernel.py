@@ -12,12 +12,12 @@ from torch._ops import OpOverload
 
 from autoshard.kernels.launch import Tile
 
-# Specimens of kernels over rows have rows of these sizes: several rows per program, one row, and the longest row.
-SPECIMEN_COLUMNS = (200, 4096, 16384)
+# Sizes of rows in example compilations: several rows per program, one row, and the longest row.
+EXAMPLE_COLUMNS = (200, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
-class Specimen:
+class ExampleCompilation:
     """The argument types and constants for which a `@triton.jit` function is compiled once, as an example.
 
     Args:
@@ -51,13 +51,13 @@ class Kernel:
             target of a node. Results may have wider dtypes: statistics are float32 where ATen's have 16 bits.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason in
             one sentence. It ignores the device, because plans for a GPU are made without one.
-        specimens: example compilations for tests and cost models.
+        examples: example compilations for tests and cost models.
     """
 
     operator: OpOverload
     replacement: OpOverload
     why_not: Callable[..., str | None]
-    specimens: tuple[Specimen, ...]
+    examples: tuple[ExampleCompilation, ...]
 
     @property
     def name(self) -> str:
@@ -79,14 +79,15 @@ class Form:
             first result's shape, dtype and device. The variables have the names of the kernel's arguments. None stands
             for a result that this form lacks. Then no call may read this result.
         constants: maps `like` to the kernel's arguments that are not variables, by name.
-        free: a function for each variable of `compose` that is no argument of the kernel, by the variable's name. The
-            function takes a dict of the kernel's arguments by name, and returns the variable's value.
+        derived_variables: a function for each variable of `compose` that is no argument of the kernel, by the
+            variable's name. The function takes a dict of the kernel's arguments by name, and returns the variable's
+            value.
         dims: the number of dims of the first result, or None for any number above 0.
     """
 
     compose: Callable[..., Any]
     constants: Callable[[Tensor], Mapping[str, object]] = lambda like: {}
-    free: Mapping[str, Callable[[Mapping[str, Any]], object]] = field(default_factory=dict)
+    derived_variables: Mapping[str, Callable[[Mapping[str, Any]], object]] = field(default_factory=dict)
     dims: int | None = None
 
     def may_yield(self, like: Tensor) -> bool:
@@ -112,7 +113,7 @@ class FusedKernel:
         operator: the operator of the library "autoshard" that runs the kernel. It is functional and opaque.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason.
         forms: the groups of calls that the kernel may replace.
-        specimens: example compilations for tests and cost models.
+        examples: example compilations for tests and cost models.
         allowed_readers: operators outside the kernel that may read the kernel's intermediate values. With another
             reader, the value would be computed both outside and inside the kernel, so the kernel is not used. None
             allows any reader.
@@ -123,7 +124,7 @@ class FusedKernel:
     operator: OpOverload
     why_not: Callable[..., str | None]
     forms: tuple[Form, ...]
-    specimens: tuple[Specimen, ...]
+    examples: tuple[ExampleCompilation, ...]
     allowed_readers: frozenset[OpOverload] | None = None
     keeps_place: bool = False
 
@@ -144,8 +145,8 @@ class FusedKernel:
         return frozenset(item.name for item in arguments if str(item.type) in ("Tensor", "Optional[Tensor]"))
 
 
-def specimen(function: Any, types: str, tile: Tile, size: int, **constants: object) -> Specimen:
-    """Return a `Specimen` of a function that has BLOCK_R and BLOCK_C as its last arguments.
+def example(function: Any, types: str, tile: Tile, size: int, **constants: object) -> ExampleCompilation:
+    """Return an `ExampleCompilation` of a function that has BLOCK_R and BLOCK_C as its last arguments.
 
     Args:
         function: the `@triton.jit` function.
@@ -156,16 +157,16 @@ def specimen(function: Any, types: str, tile: Tile, size: int, **constants: obje
         constants: the values of the other `constexpr` arguments.
     """
     blocks = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
-    return block_specimen(function, types, size, tile.num_warps, **constants, **blocks)
+    return block_example(function, types, size, tile.num_warps, **constants, **blocks)
 
 
-def block_specimen(function: Any, types: str, size: int, num_warps: int, **constants: object) -> Specimen:
-    """Return a `Specimen` of a function whose block sizes are among `constants`.
+def block_example(function: Any, types: str, size: int, num_warps: int, **constants: object) -> ExampleCompilation:
+    """Return an `ExampleCompilation` of a function whose block sizes are among `constants`.
 
-    The other arguments are those of `specimen`.
+    The other arguments are those of `example`.
     """
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
     kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")
     kinds_of |= dict.fromkeys(names[len(kinds) :], "constexpr")
-    return Specimen(function, kinds_of, size, absent | constants, num_warps)
+    return ExampleCompilation(function, kinds_of, size, absent | constants, num_warps)

@@ -124,19 +124,19 @@ def gradients_with_graph(
     return tuple(next(rest) if wanted else None for wanted in needed)
 
 
-def refuse_derivative(overload: torch._ops.OpOverload, of: str) -> None:
+def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None:
     """Make an operator raise `NotAvailableError` when a gradient reaches it.
 
     The operator is the backward of an operator without a composite, so its derivative would be a second derivative.
 
     Args:
         overload: the backward operator.
-        of: the name of the computation for the message, such as "Attention within packed sequences".
+        computation: the name of the computation for the message, such as "Attention within packed sequences".
     """
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
         raise NotAvailableError(
-            f"{of} has no second derivative, because torch does not differentiate its gradient either "
+            f"{computation} has no second derivative, because torch does not differentiate its gradient either "
             f"(autoshard::{overload._opname}). Leave it out of the value whose gradient is differentiated."
         )
 

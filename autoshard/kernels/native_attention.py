@@ -39,14 +39,14 @@ from autoshard.kernels.attention import (
     BACKWARD_ARGUMENTS,
     attention_backward_reference,
     attention_reference,
-    by_rows,
     check_attention,
-    claimed,
-    empty_by_rows,
     empty_results,
+    empty_row_major,
     fake_attention,
     fake_attention_backward,
-    lying_as,
+    in_layout_of,
+    in_result_layout,
+    in_row_major_layout,
 )
 from autoshard.kernels.library import accumulation_dtype, define
 
@@ -204,7 +204,7 @@ class _GradientSums:
         return dq, dk, dv
 
     def _zeros(self) -> Gradients:
-        dq, dk, dv = (empty_by_rows(item, dtype=accumulation_dtype(item.dtype)).zero_() for item in self._like)
+        dq, dk, dv = (empty_row_major(item, dtype=accumulation_dtype(item.dtype)).zero_() for item in self._like)
         return dq, dk, dv
 
 
@@ -383,12 +383,13 @@ def _flash_backward(
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, state, scale=scale
     )
-    return by_rows(dq), by_rows(dk), by_rows(dv)  # the kernel gives them the layouts of q, k and v, mostly row-major
+    # The kernel gives them the layouts of q, k and v, mostly row-major.
+    return in_row_major_layout(dq), in_row_major_layout(dk), in_row_major_layout(dv)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, is_causal: bool, scale: float) -> Result:
     out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
-    return claimed(q, out), lse.view(q.shape[:3])
+    return in_result_layout(q, out), lse.view(q.shape[:3])
 
 
 def _cudnn_backward(
@@ -398,12 +399,12 @@ def _cudnn_backward(
     state = q.new_empty((1,), dtype=torch.int64)  # the state of a generator that is not used
     # Up to 2.13, torch caches cuDNN's plans by the layouts of q, k and v only (pytorch/pytorch#191576 adds the others).
     # A plan made for another layout of `out` or `grad_out` would read wrong elements. So both get the layout of q.
-    grad_out, out = lying_as(q, grad_out), lying_as(q, out)
+    grad_out, out = in_layout_of(q, grad_out), in_layout_of(q, out)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
         is_causal, scale=scale,
     )  # fmt: skip
-    return by_rows(dq), by_rows(dk), by_rows(dv)
+    return in_row_major_layout(dq), in_row_major_layout(dk), in_row_major_layout(dv)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Result:
@@ -411,7 +412,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_
         q, k, v, _aligned(bias, q), True, 0.0, is_causal, scale=scale
     )
     lse = lse.narrow(2, 0, q.shape[2])
-    return claimed(q, out), lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
+    return in_result_layout(q, out), lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
 
 
 def _efficient_backward(
@@ -422,7 +423,7 @@ def _efficient_backward(
     lse = torch.nn.functional.pad(_without_dead_rows(lse), (0, -lse.shape[2] % _ROW_STEP), value=math.inf)
     wanted = [True, True, True, False]
     # In 16 bits, the kernel ignores the stride of rows in `out`, and assumes H times E elements (`o_strideM`).
-    out = out if out.stride(2) == out.shape[1] * out.shape[3] else by_rows(out)
+    out = out if out.stride(2) == out.shape[1] * out.shape[3] else in_row_major_layout(out)
     return aten._scaled_dot_product_efficient_attention_backward(
         grad_out, q, k, v, _aligned(bias, q), out, lse, state, state, 0.0, wanted, is_causal, scale=scale
     )[:3]

@@ -32,12 +32,12 @@ from torch import Tensor
 from autoshard.kernels.attention import (
     ARGUMENTS,
     BACKWARD_ARGUMENTS,
-    by_rows,
-    empty_by_rows,
     empty_results,
+    empty_row_major,
     fake_attention,
     fake_attention_backward,
-    lying_as,
+    in_layout_of,
+    in_row_major_layout,
 )
 from autoshard.kernels.exchange import Exchange, Steps, arrived, define_exchanging
 from autoshard.kernels.library import accumulation_dtype
@@ -47,7 +47,7 @@ Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
 """A generator of exchanges, as for `Steps`, that returns a list of tensors."""
 
 
-class _VisitingKeys(NamedTuple):
+class _HopCall(NamedTuple):
     """Attention of some of a rank's queries to some of the keys that are on the rank during a hop.
 
     `rows` selects queries of the rank, and `keys` selects the keys. `columns` is the range of these keys among the keys
@@ -93,7 +93,7 @@ class Ring:
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
         """Start to send pieces [B, H, T, ...] to the next rank and to receive the pieces of the previous rank.
 
-        The generator returns the tensors in transit, for `came`.
+        The generator returns the tensors in transit, for `wait_for_pieces`.
         """
         if not tensors:
             return ()
@@ -104,7 +104,7 @@ class Ring:
     def _all_at(self, rank: int, rows: int) -> list[int]:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
-    def parts(self, hop: int, queries: int) -> Iterator[_VisitingKeys]:
+    def calls(self, hop: int, queries: int) -> Iterator[_HopCall]:
         """Yield the calls of attention that the rank computes at a hop, none if causality masks all keys.
 
         Args:
@@ -118,40 +118,38 @@ class Ring:
         if not self.is_paired:
             columns, place = slice(start, start + length), [batch, head, row, column + start]
             if length and not (self.is_causal and row + queries <= column + start):
-                yield _VisitingKeys(rows, keys, columns, self.is_causal, place)
+                yield _HopCall(rows, keys, columns, self.is_causal, place)
         elif visitor == self.index:
-            yield _VisitingKeys(rows, keys, keys, True, [batch, head, 0, 0])
+            yield _HopCall(rows, keys, keys, True, [batch, head, 0, 0])
         elif visitor < self.index:
-            yield _VisitingKeys(rows, slice(0, length // 2), keys, False, self.offset)
+            yield _HopCall(rows, slice(0, length // 2), keys, False, self.offset)
         else:
-            yield _VisitingKeys(slice(queries // 2, queries), keys, keys, False, self.offset)
+            yield _HopCall(slice(queries // 2, queries), keys, keys, False, self.offset)
 
-    def attend(
-        self, part: _VisitingKeys, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
-    ) -> Any:
-        """Return result and log-sum-exp of attention for the queries and keys of `part`."""
-        operands = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part))
-        return native_attention(*operands, seed, *self._constants(part))
+    def attend(self, call: _HopCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None) -> Any:
+        """Return result and log-sum-exp of attention for the queries and keys of `call`."""
+        operands = (q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call))
+        return native_attention(*operands, seed, *self._constants(call))
 
     def gradients(
-        self, part: _VisitingKeys, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
+        self, call: _HopCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
         lse: Tensor, seed: Tensor | None,
     ) -> Any:  # fmt: skip
-        """Return the share of `part` in the gradients of q, k and v. `out` and `lse` are results over all keys."""
-        grad_out, q, out, lse = (tensor[:, :, part.rows] for tensor in (grad_out, q, out, lse))
-        operands = (grad_out, q, k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part), out, lse)
-        return native_attention_backward(*operands, seed, *self._constants(part))
+        """Return the share of `call` in the gradients of q, k and v. `out` and `lse` are results over all keys."""
+        grad_out, q, out, lse = (tensor[:, :, call.rows] for tensor in (grad_out, q, out, lse))
+        operands = (grad_out, q, k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call), out, lse)
+        return native_attention_backward(*operands, seed, *self._constants(call))
 
-    def _constants(self, part: _VisitingKeys) -> tuple[Any, ...]:
-        return self.dropout_p, part.is_causal, self.scale, self.site, part.offset, self.global_shape
+    def _constants(self, call: _HopCall) -> tuple[Any, ...]:
+        return self.dropout_p, call.is_causal, self.scale, self.site, call.offset, self.global_shape
 
     def to_pairs(self, *tensors: Tensor) -> Travelling:
         """Reshard pieces [B, H, S, ...] so that each rank has an early and a late block of the sequence."""
-        return self._relaid(tensors, self._neighbours, self._pair)
+        return self._exchange_blocks(tensors, self._neighbours, self._pair)
 
     def from_pairs(self, *tensors: Tensor) -> Travelling:
         """Reshard pieces back, so that each rank has consecutive blocks again, as before `to_pairs`."""
-        return self._relaid(tensors, self._pair, self._neighbours)
+        return self._exchange_blocks(tensors, self._pair, self._neighbours)
 
     @staticmethod
     def _neighbours(rank: int) -> tuple[int, int]:
@@ -162,7 +160,7 @@ class Ring:
         """Return the numbers of a rank's early and late block."""
         return rank, 2 * self.ranks - 1 - rank
 
-    def _relaid(
+    def _exchange_blocks(
         self, tensors: Sequence[Tensor], before: Callable[[int], Sequence[int]], after: Callable[[int], Sequence[int]]
     ) -> Travelling:
         """Exchange half pieces [B, H, S / 2, ...] among all ranks, and return this rank's new pieces.
@@ -180,15 +178,15 @@ class Ring:
         leaving = sorted((target[block], block, half) for half, block in enumerate(going))
         coming_in = [block for _, block in sorted((source[block], block) for block in coming)]
         order = [coming_in.index(block) for block in coming]
-        relaid = []
+        exchanged = []
         for tensor in tensors:
             halves = tensor.transpose(1, 2).unflatten(1, (2, -1)).movedim(1, 0)
             (rows,) = yield Exchange([halves[[half for *_, half in leaving]]], sent, received)
-            relaid.append(rows[order].movedim(0, 1).flatten(1, 2).transpose(1, 2))
-        return relaid
+            exchanged.append(rows[order].movedim(0, 1).flatten(1, 2).transpose(1, 2))
+        return exchanged
 
 
-def came(pending: Sequence[Tensor]) -> list[Tensor]:
+def wait_for_pieces(pending: Sequence[Tensor]) -> list[Tensor]:
     """Wait for the pieces that `Ring.send_on` began to receive, and return them as [B, H, T, ...]."""
     return [rows.transpose(1, 2) for rows in arrived(pending)]
 
@@ -206,16 +204,16 @@ def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Te
     for hop in range(ring.ranks):
         is_last = hop == ring.ranks - 1
         pending = yield from ring.send_on(*(() if is_last else (k, v)))
-        for part in ring.parts(hop, q.shape[2]):
-            found = ring.attend(part, q, k, v, mask, seed)
-            lse[:, :, part.rows] = merge_into(out[:, :, part.rows], lse[:, :, part.rows], *found)
+        for call in ring.calls(hop, q.shape[2]):
+            found = ring.attend(call, q, k, v, mask, seed)
+            lse[:, :, call.rows] = merge_into(out[:, :, call.rows], lse[:, :, call.rows], *found)
             del found
         if not is_last:
-            k, v = came(pending)
+            k, v = wait_for_pieces(pending)
     if not ring.is_paired:
         return out.to(dtype), lse
     found = yield from ring.from_pairs(out.to(dtype), lse)
-    return tuple(lying_as(like, x) for like, x in zip((out, lse), found, strict=True))
+    return tuple(in_layout_of(like, x) for like, x in zip((out, lse), found, strict=True))
 
 
 def backward_steps(
@@ -235,19 +233,19 @@ def backward_steps(
         is_last = hop == ring.ranks - 1
         pending = yield from ring.send_on(*(() if is_last else (k, v)), *sums)
         shares = [_zeros(k), _zeros(v)]
-        for part in ring.parts(hop, q.shape[2]):
-            gradients = ring.gradients(part, grad_out, q, k, v, mask, out, lse, seed)
-            _add((dq, *shares), (part.rows, part.keys, part.keys), gradients)
+        for call in ring.calls(hop, q.shape[2]):
+            gradients = ring.gradients(call, grad_out, q, k, v, mask, out, lse, seed)
+            _add((dq, *shares), (call.rows, call.keys, call.keys), gradients)
             del gradients
-        arriving = came(pending)
+        arriving = wait_for_pieces(pending)
         if not is_last:
             k, v = arriving[:2]
         sums = [total.add_(share) for total, share in zip(arriving[-2:], shares, strict=True)] if sums else shares
-    sums = came((yield from ring.send_on(*sums)))
+    sums = wait_for_pieces((yield from ring.send_on(*sums)))
     grads = [total.to(dtype) for total, dtype in zip((dq, *sums), dtypes, strict=True)]
     if ring.is_paired:
         grads = yield from ring.from_pairs(*grads)
-    return tuple(map(by_rows, grads))
+    return tuple(map(in_row_major_layout, grads))
 
 
 def _add(totals: Sequence[Tensor], places: Sequence[slice], shares: Sequence[Tensor]) -> None:
@@ -256,15 +254,15 @@ def _add(totals: Sequence[Tensor], places: Sequence[slice], shares: Sequence[Ten
 
 
 def _zeros(x: Tensor) -> Tensor:
-    return empty_by_rows(x, dtype=accumulation_dtype(x.dtype)).zero_()
+    return empty_row_major(x, dtype=accumulation_dtype(x.dtype)).zero_()
 
 
-def _columns(mask: Tensor | None, part: _VisitingKeys) -> Tensor | None:
-    """Return the mask's columns for the keys of `part`, with four dims of which each may be 1. Without a mask: None."""
+def _columns(mask: Tensor | None, call: _HopCall) -> Tensor | None:
+    """Return the mask's columns for the keys of `call`, with four dims of which each may be 1. Without a mask: None."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
-    return mask if mask.shape[3] == 1 else mask[..., part.columns]
+    return mask if mask.shape[3] == 1 else mask[..., call.columns]
 
 
 _PLACE = ", SymInt index, int[] starts, int[] lengths, bool is_paired, str group)"

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import Specimen, block_specimen
+from autoshard.kernels.kernel import ExampleCompilation, block_example
 from autoshard.kernels.launch import FLOATS, launch, require
 from autoshard.kernels.library import define
 from autoshard.kernels.optimizers import ADAM_HYPER
@@ -185,11 +185,11 @@ adam_updates_ = define(
 )
 
 
-def specimens() -> tuple[Specimen, ...]:
+def examples() -> tuple[ExampleCompilation, ...]:
     """Return example compilations of the kernel, for float32 and for bfloat16 parameters, with float32 moments."""
     constants = {"MAXIMIZE": False, "STEPS": 9, "BLOCK": _BLOCK, "GRAD": tl.float32, "STATE": tl.float32}
     types = "*i64 *fp32 i32" + " fp32" * 8
     return tuple(
-        block_specimen(adam_kernel, types, 4096, _NUM_WARPS, **constants, PARAM=dtype)
+        block_example(adam_kernel, types, 4096, _NUM_WARPS, **constants, PARAM=dtype)
         for dtype in (tl.float32, tl.bfloat16)
     )

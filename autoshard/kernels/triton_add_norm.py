@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Form, FusedKernel, example
 from autoshard.kernels.launch import refuse_columns, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_norm import (
@@ -297,23 +297,23 @@ _NORM = "*bf16 {x_bias} *bf16 *bf16 {bias} *bf16 *bf16 {mean} *fp32 i32 i32 i32 
 _BACKWARD = "*bf16 *bf16 {mean} *fp32 *bf16 *bf16 *bf16 *fp32 {bias} i32 i32 i32 i32 i32"
 
 
-def forward_specimens(centred: bool, has_x_bias: bool = False) -> tuple[Any, ...]:
+def forward_examples(centred: bool, has_x_bias: bool = False) -> tuple[Any, ...]:
     """Return example compilations of the forward kernel with a residual, for layer norm (`centred`) or RMS norm."""
     kinds = {True: "*bf16", False: "None"}
     types = _NORM.format(x_bias=kinds[has_x_bias], bias=kinds[centred], mean="*fp32" if centred else "None")
     flags = {"CENTRED": centred, "HAS_X_BIAS": has_x_bias, "HAS_RESIDUAL": True, "HAS_WEIGHT": True}
     flags |= {"HAS_BIAS": centred}
     return tuple(
-        specimen(norm_forward_kernel, types, row_tile(columns), columns, **flags) for columns in SPECIMEN_COLUMNS
+        example(norm_forward_kernel, types, row_tile(columns), columns, **flags) for columns in EXAMPLE_COLUMNS
     )
 
 
-def _backward_specimens(centred: bool) -> tuple[Any, ...]:
+def _backward_examples(centred: bool) -> tuple[Any, ...]:
     types = _BACKWARD.format(bias="*fp32" if centred else "None", mean="*fp32" if centred else "None")
     flags = {"CENTRED": centred, "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_GRAD": True, "HAS_GRAD_WEIGHT": True}
     flags |= {"HAS_GRAD_BIAS": centred, "STEPS": 32}
     return tuple(
-        specimen(norm_backward_kernel, types, row_tile(columns), columns, **flags) for columns in SPECIMEN_COLUMNS
+        example(norm_backward_kernel, types, row_tile(columns), columns, **flags) for columns in EXAMPLE_COLUMNS
     )
 
 
@@ -326,21 +326,21 @@ FUSED = (
             Form(_alone_backward, lambda like: {"weight_shape": _kept_dims(like), "residual_grad": None}),
             Form(_whole_added_backward, lambda like: {"weight_shape": [like.shape[-1]]}),
         ),
-        _backward_specimens(centred=False),
+        _backward_examples(centred=False),
     ),
     FusedKernel(
         add_layer_norm_backward,
         why_not_add_layer_norm_backward,
         (Form(_layer_added_backward),),
-        _backward_specimens(centred=True),
+        _backward_examples(centred=True),
     ),
     FusedKernel(
         add_rms_norm,
         why_not_add_rms_norm,
         (Form(_add_written_out), Form(_add_whole)),
-        forward_specimens(centred=False),
+        forward_examples(centred=False),
     ),
-    FusedKernel(add_layer_norm, why_not_add_layer_norm, (Form(_add_layer),), forward_specimens(centred=True)),
+    FusedKernel(add_layer_norm, why_not_add_layer_norm, (Form(_add_layer),), forward_examples(centred=True)),
     FusedKernel(
         rms_norm, why_not_rms_norm, (Form(written_out, lambda like: {"normalized_shape": [like.shape[-1]]}),), ()
     ),

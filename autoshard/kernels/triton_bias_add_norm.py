@@ -19,7 +19,7 @@ from torch import Tensor
 from autoshard.kernels.kernel import Form, FusedKernel
 from autoshard.kernels.launch import refuse_columns, refuse_dtypes, require
 from autoshard.kernels.library import define
-from autoshard.kernels.triton_add_norm import forward_specimens, written_out
+from autoshard.kernels.triton_add_norm import forward_examples, written_out
 from autoshard.kernels.triton_norm import norm_forward, statistics_of
 
 _aten = torch.ops.aten
@@ -150,12 +150,12 @@ FUSED = (
         bias_add_layer_norm,
         why_not_bias_add_layer_norm,
         tuple(Form(_layer_norm_of(total)) for total in _SUMS),
-        forward_specimens(centred=True, has_x_bias=True),
+        forward_examples(centred=True, has_x_bias=True),
     ),
     FusedKernel(
         bias_add_rms_norm,
         why_not_bias_add_rms_norm,
         tuple(Form(make(total)) for make in (_written_out_of, _rms_norm_of) for total in _SUMS),
-        forward_specimens(centred=False, has_x_bias=True),
+        forward_examples(centred=False, has_x_bias=True),
     ),
 )

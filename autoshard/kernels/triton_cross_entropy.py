@@ -7,8 +7,8 @@ The forward reads the logits once. The backward may overwrite the logits with th
     m' = max(m, max x),  s' = s exp(m - m') + sum_c exp(x_c - m'),  lse = m + log s
 
 Logits may also come in chunks of classes, one launch for each chunk (`triton_linear_cross_entropy.py`). Then two
-numbers of each row are carried from chunk to chunk: the log-sum-exp, and the target's worth,
-(1 - e) x_t + (e / C) sum_c x_c. The loss is their difference after the last launch.
+numbers of each row are carried from chunk to chunk: the log-sum-exp, and the logit that is expected under the smoothed
+target, (1 - e) x_t + (e / C) sum_c x_c. The loss is their difference after the last launch.
 
 A target that is neither a class nor `ignore_index` gives NaN, in the loss and in the row's gradient.
 """
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, Specimen, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, ExampleCompilation, Kernel, example
 from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
@@ -36,7 +36,7 @@ def cross_entropy_forward_kernel(
     target_ptr,
     loss_ptr,
     lse_ptr,
-    worth_ptr,
+    expected_logit_ptr,
     rows,
     columns,
     first,
@@ -51,9 +51,9 @@ def cross_entropy_forward_kernel(
     """Compute loss and log-sum-exp of rows, over all chunks of classes up to this one.
 
     The chunk logits_ptr [rows, columns] has the classes from `first` on. All chunks together have `classes` classes.
-    The targets target_ptr [rows] are int64. The results loss_ptr, lse_ptr and worth_ptr [rows] are float32. If
-    first > 0, lse_ptr and worth_ptr hold the values of the earlier chunks. If one chunk has all classes, worth_ptr is
-    None. STEPS blocks of BLOCK_C cover the columns.
+    The targets target_ptr [rows] are int64. The results loss_ptr, lse_ptr and expected_logit_ptr [rows] are float32. If
+    first > 0, lse_ptr and expected_logit_ptr hold the values of the earlier chunks. If one chunk has all classes,
+    expected_logit_ptr is None. STEPS blocks of BLOCK_C cover the columns.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
@@ -76,20 +76,20 @@ def cross_entropy_forward_kernel(
         maximum = above
     is_empty = normaliser == 0.0
     lse = tl.where(is_empty, -float("inf"), maximum + tl.log(tl.where(is_empty, 1.0, normaliser)))
-    worth = (1.0 - smoothing) * at_target.to(tl.float32)
+    expected_logit = (1.0 - smoothing) * at_target.to(tl.float32)
     if smoothing > 0.0:
-        worth += smoothing * (total / classes)
-    if worth_ptr is not None:
+        expected_logit += smoothing * (total / classes)
+    if expected_logit_ptr is not None:
         is_known = row < tl.where(first > 0, rows, 0)
         before = tl.load(lse_ptr + row, mask=is_known, other=-float("inf"))
         above = tl.maximum(before, lse)
         base = tl.where(above == -float("inf"), 0.0, above)
         both = tl.exp(before - base) + tl.exp(lse - base)
         lse = tl.where(above == -float("inf"), above, base + tl.log(tl.where(both == 0.0, 1.0, both)))
-        worth += tl.load(worth_ptr + row, mask=is_known, other=0.0)
-        tl.store(worth_ptr + row, worth, mask=row < rows)
+        expected_logit += tl.load(expected_logit_ptr + row, mask=is_known, other=0.0)
+        tl.store(expected_logit_ptr + row, expected_logit, mask=row < rows)
     is_class = (target >= 0) & (target < classes)
-    loss = tl.where(target == ignore_index, 0.0, tl.where(is_class, lse - worth, float("nan")))
+    loss = tl.where(target == ignore_index, 0.0, tl.where(is_class, lse - expected_logit, float("nan")))
     tl.store(loss_ptr + row, loss, mask=row < rows)
     tl.store(lse_ptr + row, lse, mask=row < rows)
 
@@ -153,7 +153,7 @@ def cross_entropy_into(
     ignore_index: int,
     label_smoothing: float,
     chunk: Chunk,
-    worth: Tensor | None = None,
+    expected_logit: Tensor | None = None,
 ) -> None:
     """Write loss and log-sum-exp of each row, over all chunks of classes up to this one, into `loss` and `lse`.
 
@@ -163,7 +163,7 @@ def cross_entropy_into(
         target: [N], contiguous.
         ignore_index, label_smoothing: arguments of `autoshard::cross_entropy`.
         chunk: the classes of the logits. Chunks must come in order.
-        worth: [N] float32, written and read from chunk to chunk. None if there is only one chunk.
+        expected_logit: [N] float32, written and read from chunk to chunk. None if there is only one chunk.
     """
     rows, columns = logits.shape
     tile = row_tile(columns, _MAX_BLOCK)
@@ -171,10 +171,10 @@ def cross_entropy_into(
         cross_entropy_forward_kernel,
         over_rows(rows),
         logits.device,
-        *(logits, target, loss, lse, worth, rows, columns, chunk.first, chunk.classes, logits.stride(0)),
+        *(logits, target, loss, lse, expected_logit, rows, columns, chunk.first, chunk.classes, logits.stride(0)),
         *(ignore_index, label_smoothing),
         follow=lambda blocks: {"STEPS": cdiv(columns, blocks["BLOCK_C"])},
-        changes=() if worth is None else (lse, worth),
+        changes=() if expected_logit is None else (lse, expected_logit),
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,
@@ -277,18 +277,18 @@ triton_cross_entropy_backward = define(
 )
 
 
-def forward_specimens(*, chunked: bool) -> tuple[Specimen, ...]:
+def forward_examples(*, chunked: bool) -> tuple[ExampleCompilation, ...]:
     """Return example compilations of the forward kernel, for logits of all classes, or of a chunk if `chunked`."""
-    worth = "*fp32" if chunked else "None"
+    expected_logit = "*fp32" if chunked else "None"
     return tuple(
-        specimen(
+        example(
             cross_entropy_forward_kernel,
-            f"*bf16 *i64 *fp32 *fp32 {worth} i32 i32 i32 i32 i32 i32 fp32",
+            f"*bf16 *i64 *fp32 *fp32 {expected_logit} i32 i32 i32 i32 i32 i32 fp32",
             row_tile(columns, _MAX_BLOCK),
             columns,
             STEPS=triton.cdiv(columns, _MAX_BLOCK),
         )
-        for columns in SPECIMEN_COLUMNS
+        for columns in EXAMPLE_COLUMNS
     )
 
 
@@ -297,20 +297,20 @@ KERNELS = (
         cross_entropy,
         triton_cross_entropy,
         why_not_cross_entropy,
-        forward_specimens(chunked=False),
+        forward_examples(chunked=False),
     ),
     Kernel(
         cross_entropy_backward,
         triton_cross_entropy_backward,
         why_not_cross_entropy_backward,
         tuple(
-            specimen(
+            example(
                 cross_entropy_backward_kernel,
                 "*fp32 *bf16 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 i32 i32 fp32",
                 row_tile(columns, _MAX_BLOCK),
                 columns,
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

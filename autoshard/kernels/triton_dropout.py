@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.dropout import dropout
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Kernel, example
 from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.philox import drop_threshold, keep_scale
@@ -136,13 +136,13 @@ KERNELS = (
         triton_dropout,
         why_not_dropout,
         tuple(
-            specimen(
+            example(
                 dropout_kernel,
                 "*bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i32 i64 fp32",
                 row_tile(columns, _MAX_BLOCK),
                 columns,
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Form, FusedKernel, example
 from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import activate, piece, piece_tile, refuse_activation, slope
@@ -184,14 +184,14 @@ FUSED = (
             Form(_gelu_tanh_backward, lambda like: {"activation": "gelu_tanh"}),
         ),
         tuple(
-            specimen(
+            example(
                 gated_backward_kernel,
                 "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32",
                 piece_tile(columns),
                 columns,
                 ACTIVATION="silu",
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
     FusedKernel(
@@ -203,14 +203,14 @@ FUSED = (
             Form(_gelu_tanh, lambda like: {"activation": "gelu_tanh"}),
         ),
         tuple(
-            specimen(
+            example(
                 gated_forward_kernel,
                 "*bf16 *bf16 *bf16 i32 i32 i32 i32",
                 piece_tile(columns),
                 columns,
                 ACTIVATION="silu",
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

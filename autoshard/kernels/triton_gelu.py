@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Form, FusedKernel, example
 from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.tanh_gelu import written_out, written_out_backward
@@ -206,14 +206,14 @@ FUSED = (
         why_not_bias_gelu_backward,
         tuple(_backward_form(*kind) for kind in _KINDS),
         tuple(
-            specimen(
+            example(
                 bias_gelu_backward_kernel,
                 "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32",
                 piece_tile(columns),
                 columns,
                 ACTIVATION="gelu",
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
     FusedKernel(
@@ -221,14 +221,14 @@ FUSED = (
         why_not_bias_gelu,
         tuple(_forward_form(*kind) for kind in _KINDS),
         tuple(
-            specimen(
+            example(
                 bias_gelu_forward_kernel,
                 "*bf16 *bf16 *bf16 i32 i32 i32",
                 piece_tile(columns),
                 columns,
                 ACTIVATION="gelu",
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Kernel, example
 from autoshard.kernels.launch import refuse_columns, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_norm import (
@@ -116,7 +116,7 @@ KERNELS = (
         layer_norm,
         why_not_layer_norm,
         tuple(
-            specimen(
+            example(
                 norm_forward_kernel,
                 "*bf16 None None *bf16 *bf16 *bf16 None *fp32 *fp32 i32 i32 i32 i32 fp32",
                 row_tile(columns),
@@ -127,7 +127,7 @@ KERNELS = (
                 HAS_WEIGHT=True,
                 HAS_BIAS=True,
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
     Kernel(
@@ -135,7 +135,7 @@ KERNELS = (
         layer_norm_backward,
         why_not_layer_norm_backward,
         tuple(
-            specimen(
+            example(
                 norm_backward_kernel,
                 "*bf16 *bf16 *fp32 *fp32 *bf16 None *bf16 *fp32 *fp32 i32 i32 i32 i32 i32",
                 row_tile(columns),
@@ -148,7 +148,7 @@ KERNELS = (
                 HAS_GRAD_BIAS=True,
                 STEPS=32,
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

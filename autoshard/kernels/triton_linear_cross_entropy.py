@@ -4,14 +4,14 @@ The logits are computed one chunk of classes after another. Wijmans et al., "Cut
 language models" (ICLR 2025), section 4, tile inside a kernel. Here, cuBLAS (or the device's own library) computes the
 matrix product of a chunk. For x [N, K], w [C, K] and the classes c of a chunk:
 
-    forward:   z = x w_c^T,  lse' = log(exp(lse) + sum_c exp(z)),  worth' = worth + (1 - e) z_t + (e / C) sum_c z
+    forward:   z = x w_c^T,  lse' = log(exp(lse) + sum_c exp(z)),  y' = y + (1 - e) z_t + (e / C) sum_c z
     backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
 
-lse and worth are carried from chunk to chunk, and the loss is lse - worth (`triton_cross_entropy.py`). A chunk has as
-many classes as x has features, but at least `LEAST_CLASSES`. So for many features, the logits of a chunk take as much
-memory as x. Chunks are classes and not rows of x, so that each row of dw belongs to one chunk. Only dx is summed over
-chunks, in float32. The backward computes the logits a second time, so it needs four matrix products in all instead of
-three.
+lse and the expected logit y are carried from chunk to chunk. The loss is lse - y (`triton_cross_entropy.py`). A chunk
+has as many classes as x has features, but at least `LEAST_CLASSES`. So for many features, the logits of a chunk take as
+much memory as x. Chunks are classes and not rows of x, so that each row of dw belongs to one chunk. Only dx is summed
+over chunks, in float32. The backward computes the logits a second time, so it needs four matrix products in all instead
+of three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.kernels.triton_cross_entropy import (
     Chunk,
     cross_entropy_backward_into,
     cross_entropy_into,
-    forward_specimens,
+    forward_examples,
 )
 
 _aten = torch.ops.aten
@@ -97,9 +97,9 @@ def _linear_cross_entropy(
     arguments = (hidden, weight, target, ignore_index, label_smoothing)
     require("triton_linear_cross_entropy", why_not_linear_cross_entropy(*arguments))
     loss, lse = _linear_cross_entropy_fake(*arguments)
-    worth, target = torch.empty_like(loss), target.contiguous()
+    expected_logit, target = torch.empty_like(loss), target.contiguous()
     for chunk, _, logits in _chunks(hidden.reshape(-1, weight.shape[1]), weight):
-        cross_entropy_into(loss, lse, logits, target, ignore_index, label_smoothing, chunk, worth)
+        cross_entropy_into(loss, lse, logits, target, ignore_index, label_smoothing, chunk, expected_logit)
     return loss, lse
 
 
@@ -233,7 +233,7 @@ def _sequence_forward(*, is_wide: bool) -> Form:
         _, logits = _sequence_product(hidden, weight, (batch, length, rows, depth, classes), is_wide=is_wide)
         return _losses(logits, target, ignore_index, label_smoothing)
 
-    return Form(compose, free=_SIZES, dims=1)
+    return Form(compose, derived_variables=_SIZES, dims=1)
 
 
 def _sequence_backward(*, is_wide: bool) -> Form:
@@ -246,7 +246,7 @@ def _sequence_backward(*, is_wide: bool) -> Form:
         grad = _narrow(like, _aten.reshape.default(grad, [batch, length, classes]), is_wide=is_wide)
         return _grads(_aten.reshape.default(grad, [rows, classes]), x, weight)
 
-    return Form(compose, free=_SIZES, dims=2)
+    return Form(compose, derived_variables=_SIZES, dims=2)
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
@@ -282,6 +282,6 @@ FUSED = (
         linear_cross_entropy,
         why_not_linear_cross_entropy,
         tuple(make(is_wide=is_wide) for make in (_sequence_forward, _rows_forward) for is_wide in (False, True)),
-        forward_specimens(chunked=True),
+        forward_examples(chunked=True),
     ),
 )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import Form, FusedKernel, block_specimen
+from autoshard.kernels.kernel import Form, FusedKernel, block_example
 from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
 
@@ -189,7 +189,7 @@ FUSED = (
             Form(_halves, lambda like: {"interleaved": False, "inverse": False}, dims=4),
         ),
         tuple(
-            block_specimen(
+            block_example(
                 rotary_kernel,
                 "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16" + " i32" * 10,
                 size,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Kernel, example
 from autoshard.kernels.launch import as_rows, launch, over_rows, refuse_columns, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
@@ -160,8 +160,8 @@ KERNELS = (
         softmax,
         why_not_softmax,
         tuple(
-            specimen(softmax_forward_kernel, "*bf16 *bf16 i32 i32 i32 i32", row_tile(columns), columns)
-            for columns in SPECIMEN_COLUMNS
+            example(softmax_forward_kernel, "*bf16 *bf16 i32 i32 i32 i32", row_tile(columns), columns)
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
     Kernel(
@@ -169,8 +169,8 @@ KERNELS = (
         softmax_backward,
         why_not_softmax_backward,
         tuple(
-            specimen(softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32 i32 i32", row_tile(columns), columns)
-            for columns in SPECIMEN_COLUMNS
+            example(softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32 i32 i32", row_tile(columns), columns)
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

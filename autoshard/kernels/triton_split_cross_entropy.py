@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
+from autoshard.kernels.kernel import EXAMPLE_COLUMNS, Kernel, example
 from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.split_cross_entropy import (
@@ -199,13 +199,13 @@ KERNELS = (
         triton_split_cross_entropy_backward,
         why_not_split_cross_entropy_backward,
         tuple(
-            specimen(
+            example(
                 split_cross_entropy_backward_kernel,
                 "*bf16 *fp32 *fp32 *i64 *i8 *i8 *bf16 i32 i32 i32 fp32 fp32",
                 piece_tile(columns),
                 columns,
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
     Kernel(
@@ -213,14 +213,14 @@ KERNELS = (
         triton_split_cross_entropy,
         why_not_split_cross_entropy,
         tuple(
-            specimen(
+            example(
                 split_cross_entropy_forward_kernel,
                 "*bf16 *fp32 *i64 *i8 *fp32 *fp32 i32 i32 i32 fp32",
                 row_tile(columns, _MAX_BLOCK),
                 columns,
                 STEPS=triton.cdiv(columns, _MAX_BLOCK),
             )
-            for columns in SPECIMEN_COLUMNS
+            for columns in EXAMPLE_COLUMNS
         ),
     ),
 )

@@ -19,7 +19,6 @@ from autoshard.rules.dims import all_blocked
 from autoshard.rules.halo import (
     Halo,
     HaloWindow,
-    counted,
     each,
     exchanged,
     extend_all,
@@ -27,7 +26,8 @@ from autoshard.rules.halo import (
     inner_padding,
     sliding,
     split_halos,
-    within,
+    stride_factors,
+    window_factors,
 )
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Dims, Rule
@@ -93,16 +93,16 @@ def convolution(
     halos = [_needed(window) if transposed else window.halo for window in fitting]
     return Rule(
         ((x_dims, weight_dims, *bias_dims), (result,)),
-        sizes={"g": groups, **within(windows)},
+        sizes={"g": groups, **stride_factors(windows)},
         reduce={"i": "sum"},
         added=() if bias is None else (2,),
         linear=[(0,), (1,)] if bias is None else [(0, 2), (1, 2)],
         carries=[] if bias is None else increasing_addend(x, weight, bias, operand=2),
-        blocked=tuple(within(windows)),
+        blocked=tuple(stride_factors(windows)),
         exchanged=exchanged(halos),
         local=partial(_local_transposed, windows=fitting) if transposed else partial(_local_convolution, halos=halos),
         padding={},
-        even=counted(windows),
+        even=window_factors(windows),
     )
 
 
@@ -162,16 +162,16 @@ def convolution_backward(
             (result, x_dims, weight_dims),
             tuple(compress(gradients, asked)),
         ),
-        sizes={"g": groups, **within(windows)},
-        reduce=dict.fromkeys(("n", "o", "i", *counted(windows)), "sum"),
+        sizes={"g": groups, **stride_factors(windows)},
+        reduce=dict.fromkeys(("n", "o", "i", *window_factors(windows)), "sum"),
         whole={"i": (of_bias,)} if output_mask[2] else None,
         linear=[(0,)],
         carries=sums_by_result(list(compress(linear, asked))),
-        blocked=tuple(within(windows)),
+        blocked=tuple(stride_factors(windows)),
         exchanged=exchanged(halos),
         local=partial(_local_transposed_backward if transposed else _local_convolution_backward, halos=halos),
         padding={},
-        even=counted(windows),
+        even=window_factors(windows),
     )
 
 

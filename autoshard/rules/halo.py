@@ -56,7 +56,7 @@ class HaloWindow:
         return f"o{-self.dim}"
 
     @property
-    def within(self) -> str:
+    def stride_factor(self) -> str:
         """Name of the factor s, the stride, such as "s1" for the last dim."""
         return f"s{-self.dim}"
 
@@ -78,7 +78,7 @@ class HaloWindow:
     @property
     def elements(self) -> tuple[str, ...]:
         """The factors of the operand's dim."""
-        return (self.factor, self.within) if self.fits else BLOCKED
+        return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
@@ -155,12 +155,12 @@ def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
     return listed * space if len(listed) == 1 else listed
 
 
-def within(windows: Sequence[HaloWindow]) -> dict[str, int]:
+def stride_factors(windows: Sequence[HaloWindow]) -> dict[str, int]:
     """Return the size of each factor s of the windows, the stride, by the factor's name. No factor s can be split."""
-    return {window.within: window.stride for window in windows if window.fits}
+    return {window.stride_factor: window.stride for window in windows if window.fits}
 
 
-def counted(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
+def window_factors(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
     """Return the names of the factors o of the windows. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from autoshard.errors import OperatorError, RuleInferenceError
-from autoshard.rules.notation import Beside, Dims, Rule, bind, parse, render
+from autoshard.rules.notation import Dims, OperandCondition, Rule, bind, parse, render
 from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, sharding_rule, tensor_operands
-from autoshard.rules.sampling import SampledCall, Sampler, Tie, Trial, agree, call_of, is_additive
+from autoshard.rules.sampling import SampledCall, Sampler, TiedDims, Trial, agree, call_of, is_additive
 
 Outcome = int | str
 """The way in which the pieces of a result make up the whole result.
@@ -56,7 +56,7 @@ class FoundFactor:
         added: indices of operands that must be partial sums if the factor is split.
     """
 
-    tie: Tie
+    tie: TiedDims
     outcomes: tuple[Outcome, ...]
     added: frozenset[int]
 
@@ -237,7 +237,7 @@ def _check_trials(call: SampledCall, trials: Sequence[Trial]) -> None:
         )
 
 
-def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFactor | None:
+def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> FoundFactor | None:
     """Return the factor of the operand dims `tie`, or None if a split of these dims is wrong in some trial."""
     carriers = {operand for operand, _ in tie}
     addends = [i for i in _additive(sampler.sample) if i not in carriers]
@@ -251,7 +251,7 @@ def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFa
     return None
 
 
-def _outcomes(sampler: Sampler, tie: Tie, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
+def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
     """Return the set of outcomes of each result that held in all trials.
 
     The sets are empty if the dims of `tie` could not be split at two different sizes.
@@ -286,7 +286,9 @@ def _piece_counts(size: int) -> list[int]:
     return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
 
 
-def _cut(sampler: Sampler, tie: Tie, added: frozenset[int], trial: Trial, pieces: int) -> Iterator[tuple[Tensor, ...]]:
+def _cut(
+    sampler: Sampler, tie: TiedDims, added: frozenset[int], trial: Trial, pieces: int
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield the operands of each piece.
 
     Operands with dims of `tie` are sliced along them. Operands in `added` are cut into addends. The rest are whole.
@@ -321,7 +323,7 @@ def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -
     return agree(_REDUCERS[outcome](torch.stack(present)), whole)
 
 
-def _choose(tie: Tie, outcomes: Sequence[set[Outcome]], trials: Sequence[Trial]) -> tuple[Outcome, ...] | None:
+def _choose(tie: TiedDims, outcomes: Sequence[set[Outcome]], trials: Sequence[Trial]) -> tuple[Outcome, ...] | None:
     """Return one outcome for each result, or None if some result has no outcome.
 
     A dim is preferred to "whole", and "whole" to a reduction. All reduced results have the same reduction.
@@ -333,7 +335,7 @@ def _choose(tie: Tie, outcomes: Sequence[set[Outcome]], trials: Sequence[Trial])
     return None
 
 
-def _best(tie: Tie, index: int, found: set[Outcome], reduction: str, trials: Sequence[Trial]) -> Outcome | None:
+def _best(tie: TiedDims, index: int, found: set[Outcome], reduction: str, trials: Sequence[Trial]) -> Outcome | None:
     dims = [outcome for outcome in sorted(found, key=str) if isinstance(outcome, int)]
     for dim in dims:
         if all(trial.results[index].shape[dim] % trial.size(tie) == 0 for trial in trials):
@@ -369,7 +371,7 @@ def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence
         f"{render(operands)} -> {render(results)}",
         reduce={name: factor.reduction for factor, name in names.items() if factor.reduction is not None},
         linear=_linear_sets(sampler, trials),
-        beside=dict.fromkeys(range(len(sampler.sample)), Beside.NEVER),  # trials do not reveal poles
+        beside=dict.fromkeys(range(len(sampler.sample)), OperandCondition.NEVER),  # trials do not reveal poles
         added=sorted({index for factor in factors for index in factor.added}),
         whole={name: results for name, results in whole.items() if results},
     )

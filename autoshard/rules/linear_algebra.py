@@ -19,7 +19,7 @@ from autoshard.rules.dims import (
     with_blocked,
     without,
 )
-from autoshard.rules.notation import Beside, Carry, Rule
+from autoshard.rules.notation import Carry, OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def _batched(
         shapes = [x.shape[: x.dim() - own] for x, own in zip(tensors, operands, strict=True)]
         batch = named(len(broadcast_shape(shapes)))
         dims = [(*broadcast_dims(shape, batch), *all_blocked(own)) for shape, own in zip(shapes, operands, strict=True)]
-        beside = dict.fromkeys(range(len(tensors)), Beside.NEVER)
+        beside = dict.fromkeys(range(len(tensors)), OperandCondition.NEVER)
         sides = (dims, [(*batch, *all_blocked(own)) for own in results])
         return Rule(sides, linear=linear, beside=beside, even=("*",))
 
@@ -110,7 +110,7 @@ def lu_solve(
     result = (*batch, BLOCKED, ("r",)) if left else (*batch, ("r",), BLOCKED)
     of_lu, of_pivots = broadcast_dims(lu.shape[:-2], batch), broadcast_dims(pivots.shape[:-1], batch)
     operands = ((*of_lu, BLOCKED, BLOCKED), (*of_pivots, BLOCKED), broadcast_dims(b.shape, result))
-    return Rule((operands, (result,)), linear=[(2,)], beside={0: Beside.NEVER}, even=[f for (f,) in batch])
+    return Rule((operands, (result,)), linear=[(2,)], beside={0: OperandCondition.NEVER}, even=[f for (f,) in batch])
 
 
 @sharding_rule(aten._trilinear.default)
@@ -149,7 +149,7 @@ def cdist_backward(
     batch = named(a.dim() - 2, "b")
     left, right, pairs = (*batch, ("m",), BLOCKED), (*batch, ("n",), BLOCKED), (*batch, ("m",), ("n",))
     sides = ((pairs, left, right, pairs), (left,))
-    return Rule(sides, reduce={"n": "sum"}, linear=[(0,)], beside={3: Beside.NEVER})
+    return Rule(sides, reduce={"n": "sum"}, linear=[(0,)], beside={3: OperandCondition.NEVER})
 
 
 @sharding_rule(aten.linalg_cross.default)
@@ -198,4 +198,4 @@ def weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, n
     dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
     norm_dims = broadcast_dims(g.shape, dims)
     sides = ((dims, dims, norm_dims, norm_dims), (dims, norm_dims))
-    return Rule(sides, linear=[(0,)], beside={3: Beside.NEVER})
+    return Rule(sides, linear=[(0,)], beside={3: OperandCondition.NEVER})

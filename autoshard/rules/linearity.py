@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir.spec import Reduction
-from autoshard.rules.notation import Beside, BoundRule
+from autoshard.rules.notation import BoundRule, OperandCondition
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ def _passes(rule: BoundRule, group: Collection[int], ranges: Sequence[Range]) ->
     With an empty group the answer is True, because the results are zero.
     """
     return not group or all(
-        _is_safe(rule.beside.get(index, Beside.FINITE), found)
+        _is_safe(rule.beside.get(index, OperandCondition.FINITE), found)
         for index, found in enumerate(ranges)
         if index not in group
     )
 
 
-def _is_safe(needed: Beside, found: Range) -> bool:
+def _is_safe(needed: OperandCondition, found: Range) -> bool:
     match needed:
-        case Beside.FINITE:
+        case OperandCondition.FINITE:
             return found.is_finite
-        case Beside.NOT_ZERO:
+        case OperandCondition.NOT_ZERO:
             return found.excludes_zero
-        case Beside.ANYTHING:
+        case OperandCondition.ANYTHING:
             return True
-        case Beside.NEVER:
+        case OperandCondition.NEVER:
             return False

@@ -15,7 +15,7 @@ from autoshard.rules.carries import linear_result, sums_by_result
 from autoshard.rules.dims import elementwise, named, names, tensors
 from autoshard.rules.indexing import local_indices
 from autoshard.rules.local import LocalContext, whole_to_piece
-from autoshard.rules.notation import Beside, Carry, Rule
+from autoshard.rules.notation import Carry, OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
 ) -> Rule:
     local = _local_cross_entropy_backward(lse.dtype)
-    beside = {1: Beside.ANYTHING, 3: Beside.ANYTHING}  # the gradient is scaled by a probability
+    beside = {1: OperandCondition.ANYTHING, 3: OperandCondition.ANYTHING}  # the gradient is scaled by a probability
     return Rule("n, n c, n, n -> n c", linear=[(0,)], beside=beside, local=local, padding={})
 
 
@@ -207,7 +207,10 @@ def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     grad = rows if reduction == _NONE else ()
     operands = (grad, x, rows, *(((("c",),),) if is_weighted else ()), ())
     linear = [(0,), *([(3,)] if is_weighted else [])]
-    beside = {1: Beside.ANYTHING, len(operands) - 1: Beside.NEVER if reduction == _MEAN else Beside.ANYTHING}
+    beside = {
+        1: OperandCondition.ANYTHING,
+        len(operands) - 1: OperandCondition.NEVER if reduction == _MEAN else OperandCondition.ANYTHING,
+    }
     return Rule((operands, (x,)), blocked=("c",), linear=linear, beside=beside)
 
 

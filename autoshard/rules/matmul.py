@@ -14,7 +14,7 @@ import torch
 from autoshard.rules.carries import increasing_addend, meaningful, products, scaled
 from autoshard.rules.dims import all_blocked, are_finite, broadcast_dims, named
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Beside, Carry, Dims, Rule, parse
+from autoshard.rules.notation import Carry, Dims, OperandCondition, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: boo
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
     operands = ((*broadcast_dims(a.shape[:-2], batch), _, _), broadcast_dims(b.shape, result))
-    return Rule((operands, (result,)), linear=((1,),), beside={0: Beside.NEVER})
+    return Rule((operands, (result,)), linear=((1,),), beside={0: OperandCondition.NEVER})
 
 
 @sharding_rule(aten._scaled_mm.default)

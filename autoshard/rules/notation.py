@@ -46,7 +46,7 @@ The arguments are the call's arguments with local values. The result stands for 
 """
 
 
-class Beside(StrEnum):
+class OperandCondition(StrEnum):
     """A condition on one operand of a call under which another operand may be a partial sum.
 
     If the condition fails, addends could become infinite, and their sum NaN, where one device has a number
@@ -98,7 +98,7 @@ class Rule:
             operands are partial sums, the results are partial sums. A product has `[(0,), (1,)]`, and a sum has
             `[(0, 1)]`. `[()]` means that the result is zero.
         beside: from the index of an operand to the condition under which partial sums in other operands may pass.
-            A quotient has `{1: Beside.NOT_ZERO}`. By default, the operand must be finite.
+            A quotient has `{1: OperandCondition.NOT_ZERO}`. By default, the operand must be finite.
         transparent: whether the operator only moves elements of operand 0. Then any partial value passes.
         carries: further ways for partial values to pass, such as a maximum through a monotone operator.
         added: indices of operands that a result adds to a sum over a factor, such as the bias of `addmm`. If an axis
@@ -122,7 +122,7 @@ class Rule:
     notation: str | tuple[Sequence[Dims], Sequence[Dims]]
     reduce: Mapping[str, str] | None = None
     linear: Sequence[Sequence[int]] = ()
-    beside: Mapping[int, Beside] | None = None
+    beside: Mapping[int, OperandCondition] | None = None
     transparent: bool = False
     carries: Iterable[Carry] = ()
     added: Iterable[int] = ()
@@ -169,7 +169,7 @@ class BoundRule:
     padding: Mapping[str, tuple[Fill, ...]] = field(default_factory=dict)
     carries: tuple[Carry, ...] = ()
     exchanged: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[int, Beside] = field(default_factory=dict)
+    beside: Mapping[int, OperandCondition] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
 
     @property

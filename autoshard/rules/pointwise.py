@@ -27,7 +27,7 @@ from autoshard.rules.carries import (
     through_conversion,
 )
 from autoshard.rules.dims import are_finite, elementwise, is_additive, tensors
-from autoshard.rules.notation import Beside, Carry, Rule
+from autoshard.rules.notation import Carry, OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ def _pointwise(
     names: str,
     linear: Callable[[Sequence[torch.Tensor]], Linear],
     carries: Sequence[Carry] = (),
-    second: Beside = Beside.FINITE,
+    second: OperandCondition = OperandCondition.FINITE,
 ) -> None:
     """Register the rule of pointwise operators.
 
@@ -123,7 +123,7 @@ def _rule(
     operands: Sequence[torch.Tensor],
     linear: Linear = (),
     carries: Sequence[Carry] = (),
-    beside: Mapping[int, Beside] | None = None,
+    beside: Mapping[int, OperandCondition] | None = None,
 ) -> Rule:
     sides = elementwise([operand.shape for operand in operands])
     return Rule(sides, linear=linear, carries=meaningful(operands, carries), beside=beside)
@@ -147,12 +147,12 @@ def _in_both(operands: Sequence[torch.Tensor]) -> Linear:
 
 _pointwise(_NONLINEAR, _never)
 _pointwise(_LINEAR_IN_FIRST, _in_first)
-_pointwise(_LINEAR_BETWEEN_POLES, _in_first, second=Beside.NEVER)
-_pointwise(_LINEAR_AND_BOUNDED, _in_first, second=Beside.ANYTHING)
-_pointwise("true_divide.Tensor", _in_first, second=Beside.NOT_ZERO)
+_pointwise(_LINEAR_BETWEEN_POLES, _in_first, second=OperandCondition.NEVER)
+_pointwise(_LINEAR_AND_BOUNDED, _in_first, second=OperandCondition.ANYTHING)
+_pointwise("true_divide.Tensor", _in_first, second=OperandCondition.NOT_ZERO)
 _pointwise(_INCREASING, _never, increasing((0,)))
 _pointwise(_DECREASING, _never, decreasing((0,)))
-_pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)), Beside.ANYTHING)
+_pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)), OperandCondition.ANYTHING)
 _pointwise(_INCREASING_ABOVE, _never, minima((0,)))
 _pointwise("rsqrt", _never, [carry for carry in decreasing((0,)) if carry.reduction is Reduction.MIN])
 _pointwise("complex.default", _in_both)
@@ -231,7 +231,7 @@ def div(x: torch.Tensor, other: Any) -> Rule:
     if not isinstance(other, torch.Tensor):
         return scale_down(x, other)
     carries = _of_floats(other, _of_floats(x, products((0, 1))))
-    return _rule([x, other], _in_first([x]), carries, {1: Beside.NOT_ZERO})
+    return _rule([x, other], _in_first([x]), carries, {1: OperandCondition.NOT_ZERO})
 
 
 @sharding_rule(aten.div.Scalar_mode)
@@ -350,7 +350,7 @@ def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float 
 def elu_backward(
     grad: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
 ) -> Rule:
-    return _rule([grad, x], [(0,)], (), {1: Beside.FINITE if is_result else Beside.ANYTHING})
+    return _rule([grad, x], [(0,)], (), {1: OperandCondition.FINITE if is_result else OperandCondition.ANYTHING})
 
 
 @sharding_rule(aten.softplus.default)
@@ -373,7 +373,7 @@ def leaky_relu(x: torch.Tensor, negative_slope: float = 0.01) -> Rule:
 @sharding_rule(aten.leaky_relu_backward.default)
 def leaky_relu_backward(grad: torch.Tensor, x: torch.Tensor, negative_slope: float, is_result: bool) -> Rule:
     linear = [(0,)] if are_finite(negative_slope) else ()
-    return _rule([grad, x], linear, _if(negative_slope > 0, increasing((0,))), {1: Beside.ANYTHING})
+    return _rule([grad, x], linear, _if(negative_slope > 0, increasing((0,))), {1: OperandCondition.ANYTHING})
 
 
 @sharding_rule(aten.native_dropout_backward.default)
@@ -421,7 +421,7 @@ def copy(x: torch.Tensor, **kwargs: Any) -> Rule:
 @sharding_rule(aten.copy.default)
 def copy_onto(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Rule:
     linear = [(1,)] if keeps_sums(source.dtype, x.dtype) else ()
-    return _rule([x, source], linear, through_conversion(source.dtype, x.dtype, 1), {0: Beside.ANYTHING})
+    return _rule([x, source], linear, through_conversion(source.dtype, x.dtype, 1), {0: OperandCondition.ANYTHING})
 
 
 @sharding_rule(aten._to_copy.default)
@@ -483,14 +483,14 @@ def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float =
 @sharding_rule(aten.addcdiv.default)
 def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
     linear = [(0, 1)] if is_additive(x, a) and are_finite(value) else ()
-    return _rule([x, a, b], linear, increasing_addend(x, a, b, operand=0), {2: Beside.NOT_ZERO})
+    return _rule([x, a, b], linear, increasing_addend(x, a, b, operand=0), {2: OperandCondition.NOT_ZERO})
 
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
     """Return the rule, linear in `value`. Only the shape and dtype of `x` matter."""
     linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
-    return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: Beside.ANYTHING})
+    return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: OperandCondition.ANYTHING})
 
 
 @sharding_rule(aten.fill.Scalar)

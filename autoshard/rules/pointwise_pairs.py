@@ -8,7 +8,7 @@ import torch
 
 from autoshard.rules.carries import increasing
 from autoshard.rules.dims import all_blocked, elementwise
-from autoshard.rules.notation import Beside, Rule
+from autoshard.rules.notation import OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tens
     """Return the rule. The forward's buffer has the shape of `x` on a CPU, and is empty on a GPU."""
     (x_dims,), results = elementwise([x.shape])
     buffer_dims = x_dims if buffer.shape == x.shape else all_blocked(buffer.dim())
-    beside: dict[int, Beside] = {1: Beside.ANYTHING, 2: Beside.ANYTHING}
+    beside: dict[int, OperandCondition] = {1: OperandCondition.ANYTHING, 2: OperandCondition.ANYTHING}
     return Rule(((x_dims, x_dims, buffer_dims), results), linear=[(0,)], beside=beside)
 
 

@@ -23,7 +23,6 @@ from autoshard.rules.dims import named
 from autoshard.rules.halo import (
     Halo,
     HaloWindow,
-    counted,
     each,
     exchanged,
     extend_all,
@@ -31,16 +30,17 @@ from autoshard.rules.halo import (
     inner_padding,
     sliding,
     split_halos,
-    within,
+    stride_factors,
+    window_factors,
 )
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Beside, Dims, Rule
+from autoshard.rules.notation import Dims, OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
 
 _LINEAR = ((0,),)
-_BACKWARD: Mapping[str, Any] = MappingProxyType({"linear": _LINEAR, "beside": {1: Beside.ANYTHING}})
+_BACKWARD: Mapping[str, Any] = MappingProxyType({"linear": _LINEAR, "beside": {1: OperandCondition.ANYTHING}})
 """Fields of the rules of backwards: they are linear in the gradient, and read only the shape of the operand."""
 
 Ints = int | Sequence[int]
@@ -62,11 +62,11 @@ def _rule(x: torch.Tensor, windows: Sequence[HaloWindow], operands: str, results
     }
     return Rule(
         (tuple(dims[name] for name in operands), tuple(dims[name] for name in results)),
-        sizes=within(windows),
-        blocked=tuple(within(windows)),
+        sizes=stride_factors(windows),
+        blocked=tuple(stride_factors(windows)),
         exchanged=exchanged(_halos(windows)),
         padding={},
-        even=counted(windows),
+        even=window_factors(windows),
         **options,
     )
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 Dim = tuple[int, int]
 """A dim of an operand, as (index of the operand, index of the dim)."""
 
-Tie = frozenset[Dim]
+TiedDims = frozenset[Dim]
 """A set of dims that the operator only accepts with equal sizes."""
 
 _REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError)
@@ -71,7 +71,7 @@ class Trial:
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
-    def size(self, tie: Tie) -> int:
+    def size(self, tie: TiedDims) -> int:
         """Return the size of the dims of `tie` in this trial."""
         operand, dim = min(tie)
         return self.operands[operand].shape[dim]
@@ -96,10 +96,10 @@ class Sampler:
         wide = tuple(map(_widened, self.sample))
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
-    def ties(self) -> list[Tie]:
+    def ties(self) -> list[TiedDims]:
         """Return the smallest sets of dims whose size can be changed together. Dims of size one are left out."""
         open_dims = [(i, dim) for i, x in enumerate(self.sample) for dim in range(x.dim()) if x.shape[dim] > 1]
-        found: list[Tie] = []
+        found: list[TiedDims] = []
         while open_dims:
             tie = self._smallest_tie(open_dims[0], open_dims[1:])
             taken = tie or frozenset({open_dims[0]})
@@ -108,7 +108,7 @@ class Sampler:
                 found.append(tie)
         return found
 
-    def _smallest_tie(self, dim: Dim, others: Sequence[Dim]) -> Tie | None:
+    def _smallest_tie(self, dim: Dim, others: Sequence[Dim]) -> TiedDims | None:
         equal = [other for other in others if self._size(other) == self._size(dim)]
         for count in range(min(len(equal), _MOST_TIED) + 1):
             for partners in combinations(equal, count):
@@ -116,7 +116,7 @@ class Sampler:
                     return frozenset({dim, *partners})
         return None
 
-    def _can_change(self, tie: Tie) -> bool:
+    def _can_change(self, tie: TiedDims) -> bool:
         size = self._size(min(tie))
         changed = (self.call.attempt(self.draw({tie: new}, None)) for new in (2 * size, 3 * size, size + 1))
         return any(results is not None for results in changed)
@@ -124,14 +124,14 @@ class Sampler:
     def _size(self, dim: Dim) -> int:
         return self.sample[dim[0]].shape[dim[1]]
 
-    def trials(self, ties: Sequence[Tie], count: int) -> Iterator[Trial]:
+    def trials(self, ties: Sequence[TiedDims], count: int) -> Iterator[Trial]:
         """Yield a trial with the sample itself, then up to `count` trials for each scale of values."""
         yield from self._trial(self.sample)
         for scale in (None, *_NORMAL_SCALES):
             for _ in range(count):
                 yield from self._drawn_trial(ties, scale)
 
-    def _drawn_trial(self, ties: Sequence[Tie], scale: float | None) -> Iterator[Trial]:
+    def _drawn_trial(self, ties: Sequence[TiedDims], scale: float | None) -> Iterator[Trial]:
         """Yield at most one trial. Sizes are first drawn small, then as multiples of the sample's sizes."""
         for draw_size in (self._small_size, self._small_size, self._multiple, self._multiple):
             trial = list(self._trial(self.draw({tie: draw_size(tie) for tie in ties}, scale)))
@@ -144,19 +144,19 @@ class Sampler:
         if results is not None:
             yield Trial(tuple(operands), tuple(results))
 
-    def _small_size(self, tie: Tie) -> int:
+    def _small_size(self, tie: TiedDims) -> int:
         """Draw a small size, or a multiple of the sample's size if the sample has integers, which may index the dim."""
         if any(not _is_float(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
 
-    def _multiple(self, tie: Tie) -> int:
+    def _multiple(self, tie: TiedDims) -> int:
         return self._size(min(tie)) * (1 + self._integer(3))
 
     def _integer(self, limit: int) -> int:
         return int(torch.randint(limit, (), generator=self.generator, device="cpu"))
 
-    def draw(self, sizes: Mapping[Tie, int], scale: float | None) -> tuple[Tensor, ...]:
+    def draw(self, sizes: Mapping[TiedDims, int], scale: float | None) -> tuple[Tensor, ...]:
         """Draw operands with new sizes.
 
         Args:

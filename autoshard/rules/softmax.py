@@ -10,7 +10,7 @@ import torch
 from autoshard.ir.spec import Reduction
 from autoshard.rules import split_dims
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Beside, Rule
+from autoshard.rules.notation import OperandCondition, Rule
 from autoshard.rules.registry import RuleFunction, sharding_rule
 from autoshard.rules.split_dims import converted, is_any_split, split_along, wide
 
@@ -73,7 +73,7 @@ def _softmax_backward(*, is_log: bool) -> RuleFunction:
             return converted(context, result, wide(sources[0]), input_dtype)
 
         rule = split_along(grad, dim, local, 0, operands=2, is_linear=True)
-        return replace(rule, beside={1: Beside.ANYTHING}) if is_log else rule
+        return replace(rule, beside={1: OperandCondition.ANYTHING}) if is_log else rule
 
     return rule
 

@@ -27,7 +27,7 @@ from autoshard.rules.dims import (
     without,
 )
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Beside, Dims, Rule
+from autoshard.rules.notation import Dims, OperandCondition, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -449,7 +449,7 @@ def pad_copying(x: torch.Tensor, padding: Sequence[int]) -> Rule:
 )
 def pad_copying_backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> Rule:
     dims = _padded(x, padding)
-    return Rule(((dims, dims), (dims,)), linear=[(0,)], beside={1: Beside.ANYTHING})
+    return Rule(((dims, dims), (dims,)), linear=[(0,)], beside={1: OperandCondition.ANYTHING})
 
 
 @sharding_rule(aten.flip.default)

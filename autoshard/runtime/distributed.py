@@ -35,7 +35,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup, Facts
 from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
-from autoshard.runtime.engine import NO_HOLDERS, NOTHING, Loaded
+from autoshard.runtime.engine import NO_PIPELINE_RANKS, NOTHING, Loaded
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layouts, TensorLayout
@@ -295,29 +295,40 @@ class DistributedEngine:
         return isinstance(parameter, DTensor)
 
     def place(
-        self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
+        self,
+        model: nn.Module,
+        specs: Mapping[str, PartitionSpec],
+        pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
         """Shard the parameters of `model`; see `Engine.place`. Each rank keeps its shard."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
-            if self._stages is not None and name in holders and holders[name] != self._stages.place:
+            if (
+                self._stages is not None
+                and name in pipeline_rank_of
+                and pipeline_rank_of[name] != self._stages.pipeline_rank
+            ):
                 if not is_elsewhere(parameter):
-                    give_up = partial(self._stages.elsewhere, placements=placements, place=holders[name])
+                    give_up = partial(
+                        self._stages.tensor_on_rank, placements=placements, pipeline_rank=pipeline_rank_of[name]
+                    )
                     swap_parameter(parameter, give_up)
             elif isinstance(parameter, DTensor) and (parameter.placements != placements or parameter.is_meta):
                 swap_parameter(parameter, partial(self._shard, placements=placements))
         give_buffers_memory(model, self.device)
 
-    def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
-        if holder is not None and self._stages is not None:
-            return self._stages.share(holder, lambda: self.global_copy(tensor), tensor.shape, tensor)
+    def global_copy(self, tensor: torch.Tensor, pipeline_rank: int | None = None) -> torch.Tensor:
+        if pipeline_rank is not None and self._stages is not None:
+            return self._stages.share(pipeline_rank, lambda: self.global_copy(tensor), tensor.shape, tensor)
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
-    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
+    def gather_region(
+        self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
+    ) -> torch.Tensor:
         """Return the values of a region; see `Engine.gather_region`. A small tensor is gathered whole."""
-        if holder is not None and self._stages is not None:
+        if pipeline_rank is not None and self._stages is not None:
             shape = shape_of(region)
-            return self._stages.share(holder, lambda: self.gather_region(tensor, region), shape, tensor)
+            return self._stages.share(pipeline_rank, lambda: self.gather_region(tensor, region), shape, tensor)
         if not isinstance(tensor, DTensor) or tensor.nbytes <= SMALL_BYTES:
             return self.global_copy(tensor)[region]
         with naming_lost_ranks():
@@ -334,7 +345,7 @@ class DistributedEngine:
     ) -> DTensor:
         """Return a tensor whose shards are on the ranks that hold `tensor`; this rank is not among them."""
         assert self._stages is not None, "only a pipeline has ranks elsewhere"
-        return self._stages.elsewhere_on(tensor.device_mesh, shape, dtype, placements)
+        return self._stages.tensor_on_mesh(tensor.device_mesh, shape, dtype, placements)
 
     def _replicate(self, parameter: torch.Tensor) -> torch.Tensor:
         if isinstance(parameter, DTensor):

@@ -34,7 +34,7 @@ LocalValue = Any
 """A `torch.Tensor` with a process per rank; in the simulator a `list[torch.Tensor]` with one tensor per rank."""
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
-NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
+NO_PIPELINE_RANKS: Mapping[str, int] = MappingProxyType({})
 
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
 """A graph that is ready to run. It maps local values of the placeholders to local values of the results."""
@@ -163,7 +163,10 @@ class Engine(Protocol):
         ...
 
     def place(
-        self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
+        self,
+        model: nn.Module,
+        specs: Mapping[str, PartitionSpec],
+        pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
         """Shard the parameters of `model` by `specs` (by qualified name), keeping their identity.
 
@@ -172,21 +175,23 @@ class Engine(Protocol):
         Args:
             model: the user's model.
             specs: the spec of each parameter on the ranks that hold it.
-            holders: by the name of a parameter, the pipeline rank (index along the axis "pipeline") that alone holds
-                the parameter. Empty: every rank has its shard of all parameters.
+            pipeline_rank_of: by the name of a parameter, the pipeline rank (index along the axis "pipeline") that alone
+                holds the parameter. Empty: every rank has its shard of all parameters.
         """
         ...
 
-    def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
+    def global_copy(self, tensor: torch.Tensor, pipeline_rank: int | None = None) -> torch.Tensor:
         """Return a plain tensor with the global value and shape of a parameter, buffer or input.
 
         Args:
             tensor: the user's tensor.
-            holder: the pipeline rank that alone holds the tensor; None: every rank has its shard.
+            pipeline_rank: the pipeline rank that alone holds the tensor; None: every rank has its shard.
         """
         ...
 
-    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
+    def gather_region(
+        self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
+    ) -> torch.Tensor:
         """Return a region of the tensor that `global_copy` returns, with memory for little more than the region."""
         ...
 
@@ -281,7 +286,10 @@ class SimulatorEngine:
         return True
 
     def place(
-        self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
+        self,
+        model: nn.Module,
+        specs: Mapping[str, PartitionSpec],
+        pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
         """Leave the parameters as they are, but give memory to parameters and buffers on the meta device."""
         for parameter in model.parameters():
@@ -289,10 +297,12 @@ class SimulatorEngine:
                 swap_parameter(parameter, partial(memory_of, device=self.device))
         give_buffers_memory(model, self.device)
 
-    def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
+    def global_copy(self, tensor: torch.Tensor, pipeline_rank: int | None = None) -> torch.Tensor:
         return tensor.detach()
 
-    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
+    def gather_region(
+        self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
+    ) -> torch.Tensor:
         return tensor.detach()[region]
 
     def agree(self, facts: Callable[[], Facts]) -> None:

@@ -76,7 +76,7 @@ class Executable:
         """
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
-    def does(self, update: Update | None) -> bool:
+    def has_update(self, update: Update | None) -> bool:
         """Whether the program updates parameters as `update` says; true if `update` or the program's update is None."""
         mine = self.compiled.update
         if update is None or mine is None or any(update is item for item in self._served):
@@ -354,7 +354,8 @@ class Executable:
         given = set(map(id, values))
         results = list(self._forward(values))
         count = len(self.outputs)
-        return [_apart(value) if id(value) in given else value for value in results[:count]], results[count:]
+        outputs = [_new_tensor_object(value) if id(value) in given else value for value in results[:count]]
+        return outputs, results[count:]
 
     def run_backward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the backward; return the local gradients, and the local values carried into the update.
@@ -489,6 +490,6 @@ class _Halves:
     owned: Sequence[bool]
 
 
-def _apart(value: LocalValue) -> LocalValue:
+def _new_tensor_object(value: LocalValue) -> LocalValue:
     """Return a new tensor object on the same memory, because autograd marks results, and a DTensor may hold `value`."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -76,7 +76,7 @@ class KnownState:
             and _are_same([*_tensors_in(state)], self._tensors)
         )
 
-    def held_by(self, executable: Executable) -> UpdateInputs | None:
+    def inputs_of(self, executable: Executable) -> UpdateInputs | None:
         """Return the remembered inputs of a program's update; None if there are none."""
         return self._held.get(executable)
 

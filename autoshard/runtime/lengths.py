@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
-from autoshard.ir.padding import Grown, PaddingProof
+from autoshard.ir.padding import PaddingProof, SizeDifferences
 from autoshard.ir.program import Program
 from autoshard.ir.request import Request
 from autoshard.runtime.executable import Executable
@@ -187,9 +187,9 @@ class Lengths:
         proof, length = self._proofs.get(executable), self._length_of(call.exact)
         assert proof is not None, "a padded call runs a program with a proof"
         leaves, tree = pytree.tree_flatten(outputs)
-        for number, grown in proof.cuts.items():
-            if grown and number < len(leaves):
-                leaves[number] = _cut(leaves[number], grown, length)
+        for number, differences in proof.cuts.items():
+            if differences and number < len(leaves):
+                leaves[number] = _cut(leaves[number], differences, length)
         return pytree.tree_unflatten(leaves, tree)
 
     def _length_of(self, call: FlatCall) -> int:
@@ -225,7 +225,7 @@ class Lengths:
         return torch.cat([value, value.new_full(shape, self.padding[name])], DIM)
 
 
-def _cut(value: torch.Tensor, grown: Grown, length: int) -> torch.Tensor:
-    for dim, more in grown.items():
+def _cut(value: torch.Tensor, differences: SizeDifferences, length: int) -> torch.Tensor:
+    for dim, more in differences.items():
         value = value.narrow(dim, 0, length + more)
     return value

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NotAvailableError
 from autoshard.runtime.split_output import SplitOutput
-from autoshard.runtime.stages.stage_meshes import Elsewhere
+from autoshard.runtime.stages.stage_meshes import OtherStageTensor
 
 _PROTOCOL = 2
 """The pickle protocol to pass to torch, which treats this protocol and all later ones alike."""
@@ -37,7 +37,7 @@ _OURS: WeakSet[DeviceMesh] = WeakSet()
 def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
     """From now on, pickle DTensors on `meshes` only if this rank holds them whole."""
     _OURS.update(meshes)
-    for kind in (DTensor, SplitOutput, Elsewhere):
+    for kind in (DTensor, SplitOutput, OtherStageTensor):
         copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]  # typeshed knows fewer forms than pickle takes
         ForkingPickler.register(kind, _as_torch_does)
 
@@ -51,7 +51,7 @@ def _reduced(tensor: DTensor) -> Any:
     is_copied = sys._getframe(1).f_code is copy.copy.__code__
     if is_copied or tensor.device_mesh not in _OURS:
         return _as_torch_does(tensor)
-    if isinstance(tensor, Elsewhere):
+    if isinstance(tensor, OtherStageTensor):
         tensor.redistribute()
     if not _is_whole(tensor):
         raise NotAvailableError(

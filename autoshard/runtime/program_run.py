@@ -38,21 +38,21 @@ class StageRun:
     Args:
         number: the stage's position in the pipeline.
         program: the stage's program.
-        held: local values computed once for all micro-batches; None before the first micro-batch.
+        hoisted: local values computed once for all micro-batches; None before the first micro-batch.
         saved: local values that a forward saves for its backward, by micro-batch.
-        kept: local values that the first half of a split backward saves for the second half, by micro-batch.
-        ahead: gradients, by micro-batch, of backwards that ran together with their forwards in one CUDA graph.
-        carried: the sums of gradients so far; None before the first backward.
+        for_second_half: local values that the first half of a split backward saves for the second half, by micro-batch.
+        graph_gradients: gradients of backwards that ran with their forwards in one CUDA graph, by micro-batch.
+        gradient_sums: the sums of gradients so far; None before the first backward.
         owned: for each sum, whether it may be written over; None: all may be.
     """
 
     number: int
     program: Executable
-    held: list[LocalValue] | None = None
+    hoisted: list[LocalValue] | None = None
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
-    kept: dict[int, list[LocalValue]] = field(default_factory=dict)
-    ahead: dict[int, list[LocalValue]] = field(default_factory=dict)
-    carried: list[LocalValue] | None = None
+    for_second_half: dict[int, list[LocalValue]] = field(default_factory=dict)
+    graph_gradients: dict[int, list[LocalValue]] = field(default_factory=dict)
+    gradient_sums: list[LocalValue] | None = None
     owned: Sequence[bool] | None = None
 
     def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
@@ -61,12 +61,12 @@ class StageRun:
         Args:
             values: the values saved by the forward, then the local tangents; emptied.
         """
-        if self.carried is None or not self.program.adds_in_backward:
+        if self.gradient_sums is None or not self.program.adds_in_backward:
             sent, gradients = self.program.run_backward_on(values)
             self.add(gradients, self.program.owned_gradients)
         else:
             values += self._take_sums()
-            sent, self.carried = self.program.run_adding_backward(values)
+            sent, self.gradient_sums = self.program.run_adding_backward(values)
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
@@ -75,24 +75,24 @@ class StageRun:
         Args:
             values: the values that the first half saved; emptied.
         """
-        if self.carried is None or not self.program.adds_in_backward:
+        if self.gradient_sums is None or not self.program.adds_in_backward:
             self.add(*self.program.run_second_half(values))
         else:
             values += self._take_sums()
-            self.carried = self.program.run_adding_half(values)
+            self.gradient_sums = self.program.run_adding_half(values)
 
     def _take_sums(self) -> list[LocalValue]:
         """Return the sums of gradients, and drop this object's references, so that each sum can be freed."""
-        sums, self.carried, self.owned = self.carried, None, None
+        sums, self.gradient_sums, self.owned = self.gradient_sums, None, None
         assert sums is not None, "a micro-batch's gradients are summed"
         return sums
 
-    def add(self, carried: list[LocalValue], owned: Sequence[bool]) -> None:
+    def add(self, gradients: list[LocalValue], owned: Sequence[bool]) -> None:
         """Add a micro-batch's gradients to the sums; `owned`: for each gradient, whether it may be written over."""
-        if self.carried is None:
-            self.carried, self.owned = carried, owned
+        if self.gradient_sums is None:
+            self.gradient_sums, self.owned = gradients, owned
             return
-        self.program.engine.add(self.carried, carried, self.owned)
+        self.program.engine.add(self.gradient_sums, gradients, self.owned)
         self.owned = None
 
 
@@ -131,7 +131,7 @@ class ProgramRun:
         """Wait until all messages are sent, and free the values that were computed once for all micro-batches."""
         self.messages.end()
         for stage in self.stages.values():
-            stage.held = None
+            stage.hoisted = None
 
     def can_run(self, task: StageTask) -> bool:
         """Whether a task can run now, possibly after waiting for other processes; a method of `TaskRunner`."""
@@ -152,7 +152,7 @@ class ProgramRun:
                 self._run_first_half(self.stages[task.stage], task.micro_batch)
             case Work.BACKWARD_WEIGHT:
                 stage = self.stages[task.stage]
-                stage.run_second_half(stage.kept.pop(task.micro_batch))
+                stage.run_second_half(stage.for_second_half.pop(task.micro_batch))
             case Work.RECEIVE_FORWARD | Work.RECEIVE_BACKWARD:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
@@ -163,15 +163,15 @@ class ProgramRun:
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
         program = stage.program
         values = program.read_inputs(self._inputs_of(stage, micro_batch))
-        if stage.held is None:
-            stage.held = self._run_hoisted(program, program.for_hoisted(values))
+        if stage.hoisted is None:
+            stage.hoisted = self._run_hoisted(program, program.for_hoisted(values))
         for place, slot in program.crossing_inputs:
             values.insert(place, self._received(slot, stage, micro_batch, is_forward=True))
-        values += stage.held
+        values += stage.hoisted
         if self.graphs is None or not self.weights[micro_batch]:
             results, stage.saved[micro_batch] = program.run_forward_on(values)
         else:
-            results, stage.ahead[micro_batch] = self._run_both(self.graphs, stage, values, micro_batch)
+            results, stage.graph_gradients[micro_batch] = self._run_both(self.graphs, stage, values, micro_batch)
         self._send(stage, micro_batch, program.outputs, results, is_forward=True)
         self.take(program, results, micro_batch)
 
@@ -200,7 +200,7 @@ class ProgramRun:
         return [result.clone() for result in results], gradients
 
     def _run_backward(self, stage: StageRun, micro_batch: int) -> None:
-        gradients = stage.ahead.pop(micro_batch, None)
+        gradients = stage.graph_gradients.pop(micro_batch, None)
         if gradients is None:
             values = stage.saved.pop(micro_batch) + self._tangents(stage, micro_batch)
             sent = stage.run_backward(values)
@@ -210,7 +210,7 @@ class ProgramRun:
 
     def _run_first_half(self, stage: StageRun, micro_batch: int) -> None:
         values = stage.saved.pop(micro_batch) + self._tangents(stage, micro_batch)
-        sent, stage.kept[micro_batch] = stage.program.run_first_half(values)
+        sent, stage.for_second_half[micro_batch] = stage.program.run_first_half(values)
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:

@@ -49,20 +49,20 @@ class SeedSequence:
     @property
     def is_outdated(self) -> bool:
         """Whether the user moved torch's generator to a state that belongs to another place in the sequence."""
-        return self._find() != (self.base, self.count)
+        return self._place_of_generator() != (self.base, self.count)
 
     def renew(self) -> None:
         """Move the sequence to the place of torch's present generator state."""
-        self.base, self.count = self._find()
+        self.base, self.count = self._place_of_generator()
 
     def restart(self, count: int = 0) -> None:
         """Continue the sequence of torch's present seed after `count` draws."""
         self.base, self.count, self._is_loaded = torch.initial_seed(), count, False
-        self._leave()
+        self._remember_state()
 
     def state(self) -> torch.Tensor:
         """Return the place in the sequence, to save: the base and the number of draws, int64[2]."""
-        base, count = self._find()
+        base, count = self._place_of_generator()
         return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class SeedSequence:
 
     def describe(self) -> str:
         """Return the place of the next call in the sequence as text, such as `0, from which 4 calls have drawn`."""
-        base, count = self._find()
+        base, count = self._place_of_generator()
         return f"{base}{f', from which {count} calls have drawn' if count else ''}"
 
     def peek(self, device: torch.device = _CPU) -> torch.Tensor:
@@ -85,14 +85,14 @@ class SeedSequence:
     def draw(self) -> torch.Tensor:
         """Draw the next seed, a 0-dim int64 tensor on the CPU; torch's generator advances."""
         seed = self.peek()
-        self._leave()
+        self._remember_state()
         torch.empty(_STRIDE, dtype=torch.int32, device=_CPU).random_()
         self.count += 1
-        self._leave()
+        self._remember_state()
         self._is_loaded = False
         return seed
 
-    def _leave(self) -> None:
+    def _remember_state(self) -> None:
         """Remember the present place in the sequence for the present state of torch's generator."""
         self._left = Mark.now()
         self._known.pop(self._left, None)
@@ -100,7 +100,7 @@ class SeedSequence:
         if len(self._known) > _KNOWN:
             del self._known[next(iter(self._known))]
 
-    def _find(self) -> tuple[int, int]:
+    def _place_of_generator(self) -> tuple[int, int]:
         """Return the base and count that belong to the present state of torch's generator.
 
         1. In a remembered state, the sequence has the place that it had then.

@@ -150,7 +150,7 @@ class ShardedModule(OfModel, HasWeights):
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Within the context, parameters are whole plain tensors for the user's own code; see `runtime.own_code`."""
-        if self.model_weights.holders and self._engine.control is not None:
+        if self.model_weights.pipeline_rank_of and self._engine.control is not None:
             raise NotAvailableError(
                 "The model's own code reads all parameters. With a process per rank, each rank holds only the "
                 "parameters of its stages of the axis 'pipeline'. Call the step; or export(path), and load the model "
@@ -329,7 +329,7 @@ class ShardedModule(OfModel, HasWeights):
     def _serves(
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
     ) -> bool:
-        if not executable.does(update) or not executable.serves_state():
+        if not executable.has_update(update) or not executable.serves_state():
             return False
         if self._lengths is not None and not self._lengths.may_run(executable, call):
             return False
@@ -374,7 +374,7 @@ class ShardedModule(OfModel, HasWeights):
         key = key_of(
             call, self.members(), grad=grad, updates=of_step, all_tangents=all_tangents, derivatives=derivatives
         )
-        known = [item for item in self._known.of(key) if item.does(update)]
+        known = [item for item in self._known.of(key) if item.has_update(update)]
         if self._last is not None:
             changes = dict.fromkeys(name for item in known for name in item.state_changes())
             because = f", as {', '.join(changes)} changed" if changes else ""
@@ -445,7 +445,7 @@ class ShardedModule(OfModel, HasWeights):
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:
-            self.model_weights.share_out(executable.compiled.staged)
+            self.model_weights.assign_to_pipeline_ranks(executable.compiled.staged)
         new = {slot.slot.name: slot.spec for slot in slots if slot.slot.name not in self._placed}
         self._placed.update(new)
         if new:

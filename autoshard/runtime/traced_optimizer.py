@@ -156,7 +156,7 @@ class TracedState:
         A stage's inputs are its parameters, state (sharded as the program says; zeros if new) and options, in the order
         of the update's inputs. Gradients are left out.
         """
-        held = self._present.held_by(executable)
+        held = self._present.inputs_of(executable)
         found = self._find(executable) if held is None else held.tensors
         for number, program in executable.stages.items():
             for index, group in program.options_by_update:
@@ -173,7 +173,7 @@ class TracedState:
             executable: the program that ran.
             tensors: the result of `hold`.
         """
-        held, parameters = self._present.held_by(executable), self._present.members.parameters
+        held, parameters = self._present.inputs_of(executable), self._present.members.parameters
         if held is not None and held.are_counted_together:
             self._steps_taken.count_again()
             return

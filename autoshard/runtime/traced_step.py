@@ -114,7 +114,7 @@ class TracedStep:
         """Run the updates of this process's stages on their gradients, summed over micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
-        gradients = {number: stage.carried or [] for number, stage in run.stages.items()}
+        gradients = {number: stage.gradient_sums or [] for number, stage in run.stages.items()}
         first = {number: update.run_squares(gradients[number], held[number]) for number, update in updates.items()}
         total = None
         if table.sums_squares:

@@ -104,10 +104,10 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
     """Yield the attributes not in `known` that have at least three values, in the remembered states and now."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
-    for namespace in (item for state in states if not state.of_another for item in state.namespaces):
-        now = vars(namespace.holder)
-        for name, value in namespace.found().items():
-            item = Attribute(namespace.title, namespace.holder, name, type(value))
+    for guard in (item for state in states if not state.of_another for item in state.attribute_guards):
+        now = vars(guard.holder)
+        for name, value in guard.found().items():
+            item = Attribute(guard.title, guard.holder, name, type(value))
             if item.key not in known and type(value) in KINDS and type(now.get(name)) is type(value):
                 found.setdefault(item.key, (item, {now[name]}))[1].add(value)
     for item, values in found.values():

@@ -58,7 +58,7 @@ def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Planning
 
 
 @dataclass(frozen=True, slots=True)
-class Deciding:
+class Decisions:
     """The decisions to make for a plan.
 
     Args:
@@ -70,12 +70,12 @@ class Deciding:
     problem: RecomputeProblem
 
 
-def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Deciding:
+def decisions_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Decisions:
     """Return the decisions of a problem; with `recompute`, values may be recomputed or offloaded."""
     has_host = cluster.device.host_link is not None
     every = find_options(planning, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, policies={})
-    return Deciding(options, build_recompute_problem(planning, options, with_memory=False))
+    return Decisions(options, build_recompute_problem(planning, options, with_memory=False))
 
 
 def decided_plan(
@@ -91,14 +91,14 @@ def decided_plan(
             strategies that save values come first.
         recompute: whether values may be recomputed or offloaded.
     """
-    return plan_of_decisions(planning, deciding_of(planning, cluster, recompute), cluster, pick)
+    return plan_of_decisions(planning, decisions_of(planning, cluster, recompute), cluster, pick)
 
 
 def plan_of_decisions(
-    planning: PlanningProblem, deciding: Deciding, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
+    planning: PlanningProblem, decisions: Decisions, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
 ) -> Plan:
-    """Make the decisions in `deciding` by `pick`, and return their plan; see `decided_plan`."""
-    options, problem = deciding.options, deciding.problem
+    """Make `decisions` by `pick`, and return their plan; see `decided_plan`."""
+    options, problem = decisions.options, decisions.problem
     choice: dict[int, int] = {}
     for variable in range(len(problem.assignment.costs)):
         choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))

@@ -19,7 +19,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import Reduction
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
-from autoshard.testing.decided_plans import Deciding, deciding_of, laptop, plan_of_decisions, unfolded_problem
+from autoshard.testing.decided_plans import Decisions, decisions_of, laptop, plan_of_decisions, unfolded_problem
 from autoshard.testing.programs import DrawnProgram
 from autoshard.testing.whole_step import trace_training
 from cost_models.hardware import Cluster
@@ -52,8 +52,8 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
         program = traced_call(program, precision)
     cluster = laptop(mesh)
     planning = unfolded_problem(program, mesh, cluster)
-    deciding = cache(partial(deciding_of, planning, cluster))
-    drawn = st.composite(_draw_plan)(planning, deciding, cluster, is_added_up)
+    decisions = cache(partial(decisions_of, planning, cluster))
+    drawn = st.composite(_draw_plan)(planning, decisions, cluster, is_added_up)
     return drawn.map(lambda plan: dataclasses.replace(plan, precision=precision))
 
 
@@ -68,7 +68,7 @@ def traced_call(program: DrawnProgram, precision: str | None) -> Program:
 
 
 def _draw_plan(
-    draw: Draw, planning: PlanningProblem, deciding: Callable[[bool], Deciding], cluster: Cluster, is_added_up: bool
+    draw: Draw, planning: PlanningProblem, decisions: Callable[[bool], Decisions], cluster: Cluster, is_added_up: bool
 ) -> Plan:
     gradients = _read_by_update(planning) if is_added_up else ()
 
@@ -78,7 +78,7 @@ def _draw_plan(
             options = options[[_is_sum(site.strategies[option % len(site.strategies)]) for option in options]]
         return int(options[draw(st.integers(0, len(options) - 1))])
 
-    plan = plan_of_decisions(planning, deciding(draw(st.booleans())), cluster, pick)
+    plan = plan_of_decisions(planning, decisions(draw(st.booleans())), cluster, pick)
     return dataclasses.replace(plan, memory_budget=draw(st.sampled_from(_BUDGETS))) if is_added_up else plan
 
 

@@ -365,7 +365,7 @@ class _Bounding:
         bound = bound_rule(target, *values, outputs)
         if bound is None or len(tensor_operands(*values)) != len(operands):
             raise UnboundedSizeError(f"{target} has no sharding rule for it")
-        inside = _pointed_into(target, args)
+        inside = _indexed_dims(target, args)
         symbols = [_besides(self._of(x), inside if place == 0 else frozenset()) for place, x in enumerate(operands)]
         inside = inside if target in _WRITES else frozenset()
         kept = [_besides(dims, inside) for dims, x in zip(results, outputs, strict=True) if x is not None]
@@ -432,12 +432,12 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
         if any(factor in found and dim not in padded for dim, factors in enumerate(dims) for factor in factors):
             raise UnboundedSizeError(f"{target} takes it for another size")
     for factor in found:
-        if factor not in bound.padding or not runs_as_it_is(target, bound, factor):
+        if factor not in bound.padding or not runs_without_rewrite(target, bound, factor):
             raise UnboundedSizeError(f"{target} needs all of it")
     return frozenset(found)
 
 
-def runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
+def runs_without_rewrite(target: Any, bound: BoundRule, factor: str) -> bool:
     """Whether a call on a part of `factor` computes the right part without the change that its sharding rule makes."""
     if bound.local is None or target in _LOOKUPS:
         return True
@@ -450,7 +450,7 @@ def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
     return list(known.meta["val"].shape) == size and (known is mask or source is mask)
 
 
-def _pointed_into(target: Any, args: Sequence[Any]) -> frozenset[int]:
+def _indexed_dims(target: Any, args: Sequence[Any]) -> frozenset[int]:
     """Return the dims of the first operand that indices point into.
 
     No index points to padding, so the padding of these dims is not read.

@@ -44,7 +44,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
         raise TypeError("Dynamo does not show how Python uses numbers")
     if not isinstance(options.call, ModelCall):
         raise TypeError("gradients of gradients are not captured by way of Dynamo")
-    args, kwargs = call.assemble(_told_apart(call.tensors.values()))
+    args, kwargs = call.assemble(_distinct_inputs(call.tensors.values()))
     plain = replace(options, call=replace(options.call, cast_inputs=None), casts=None)
     capture = dynamo_graph_capture_for_export(_CallModule(model, plain))
     with torch.set_grad_enabled(options.grad):
@@ -58,7 +58,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
     return replace(joint, slots=_own_slots(joint, captured, model), accesses=None)
 
 
-def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def _distinct_inputs(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return the inputs as distinct tensor objects.
 
     If two inputs were one object, Dynamo would assume that they are one object in all calls.

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoshard.errors import TraceError
-from autoshard.ir.initialisation import Initialisation, Operation, Place
+from autoshard.ir.initialisation import Initialisation, Operation, StridedView
 from autoshard.tracing.random_numbers import draw_numbers, number_random_operators, refuse_generator
 
 InitFunction = Callable[[nn.Module], Any]
@@ -42,13 +42,13 @@ def record_initialisation(
     """
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _standing_in(model, device) as stand_ins:
         recorder = _Recorder()
-        begins = {name: recorder.place_of(tensor) for name, tensor in stand_ins.items()}
+        begins = {name: recorder.view_of(tensor) for name, tensor in stand_ins.items()}
         seed = torch.empty((), dtype=torch.int64, device=device)
-        number = recorder.place_of(seed).memory
+        number = recorder.view_of(seed).memory
         with recorder, number_random_operators(seed), _truncating_without_reads():
             _run_initialisers(model, init_fn)
         _refuse_attributes(model)
-        ends = {name: recorder.place_of(tensor) for name, tensor in _named(model)}
+        ends = {name: recorder.view_of(tensor) for name, tensor in _named(model)}
         _check_shapes(begins, ends)
     return Initialisation(tuple(recorder.operations), recorder.numels, begins, ends, recorder.constants, number)
 
@@ -100,18 +100,18 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        places_of_args, places_of_kwargs = pytree.tree_map_only(Tensor, self.place_of, (args, kwargs))
+        views_of_args, views_of_kwargs = pytree.tree_map_only(Tensor, self.view_of, (args, kwargs))
         result = func(*args, **kwargs)
         known = len(self.numels)
-        places = [self.place_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        results = tuple(place if place.memory >= known else None for place in places)
-        written = tuple(_written(func, places_of_args, places_of_kwargs))
+        views = [self.view_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tuple(view if view.memory >= known else None for view in views)
+        written = tuple(_written(func, views_of_args, views_of_kwargs))
         if written or any(results):
-            self.operations.append(Operation(func, places_of_args, places_of_kwargs, results, written))
+            self.operations.append(Operation(func, views_of_args, views_of_kwargs, results, written))
         return result
 
-    def place_of(self, tensor: Tensor) -> Place:
-        """Return the `Place` of a tensor. Memory that is seen for the first time gets the next number."""
+    def view_of(self, tensor: Tensor) -> StridedView:
+        """Return the `StridedView` of a tensor. Memory that is seen for the first time gets the next number."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = number = len(self.numels)
@@ -123,15 +123,15 @@ class _Recorder(TorchDispatchMode):
         if tensor.is_conj() or tensor.is_neg():
             raise NotImplementedError("a lazy conjugate")
         number, shape, stride = self._numbers[memory._cdata], tuple(tensor.shape), tensor.stride()
-        return Place(number, shape, stride, int(tensor.storage_offset()), tensor.dtype)
+        return StridedView(number, shape, stride, int(tensor.storage_offset()), tensor.dtype)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Place]:
-    """Yield the places that a call writes to."""
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[StridedView]:
+    """Yield the views that a call writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Place))
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, StridedView))
 
 
 @contextlib.contextmanager
@@ -227,12 +227,12 @@ def _refuse_attributes(model: nn.Module) -> None:
                 )
 
 
-def _check_shapes(begins: dict[str, Place], ends: dict[str, Place]) -> None:
-    for name, place in begins.items():
+def _check_shapes(begins: dict[str, StridedView], ends: dict[str, StridedView]) -> None:
+    for name, view in begins.items():
         found = ends.get(name)
-        if found is None or (found.shape, found.dtype) != (place.shape, place.dtype):
+        if found is None or (found.shape, found.dtype) != (view.shape, view.dtype):
             what = "is gone" if found is None else f"has shape={found.shape} and {found.dtype}"
             raise TraceError(
-                f"Weight {name!r} of shape={place.shape} and {place.dtype} {what} after its initialisation. "
+                f"Weight {name!r} of shape={view.shape} and {view.dtype} {what} after its initialisation. "
                 "An initialiser must keep the shapes and types that the model was compiled with."
             )

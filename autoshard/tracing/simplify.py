@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _RESHAPES = frozenset(
         _ATEN.reshape.default,
     }
 )
-_WITHOUT_OPERAND = {
+_WITHOUT_OPERAND: Mapping[Any, Any] = {
     _ATEN.new_zeros.default: _ATEN.zeros.default,
     _ATEN.new_ones.default: _ATEN.ones.default,
     _ATEN.new_full.default: _ATEN.full.default,

@@ -145,18 +145,18 @@ def trace(
 
 def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: LendValues) -> JointGraph:
     """Return the joint graph of the first way of tracing that works."""
-    failures: list[tuple[_Rung, Exception]] = []
-    for rung in _RUNGS:
-        if failures and not rung.helps_with(failures[-1][1]):
+    failures: list[tuple[_WayOfTracing, Exception]] = []
+    for way in _WAYS:
+        if failures and not way.helps_with(failures[-1][1]):
             continue
         try:
-            with _unreported(), under_trace(), values(model) if rung.needs_values else contextlib.nullcontext():
-                return rung.capture(model, call, options)
+            with _unreported(), under_trace(), values(model) if way.needs_values else contextlib.nullcontext():
+                return way.capture(model, call, options)
         except (TraceError, NotAvailableError):
             raise
         except Exception as error:  # whatever the user's model raises under a trace
-            _LOGGER.debug("tracing %s failed", rung.name, exc_info=error)
-            failures.append((rung, error))
+            _LOGGER.debug("tracing %s failed", way.name, exc_info=error)
+            failures.append((way, error))
     raise _refusal(model, failures) from failures[0][1]
 
 
@@ -243,7 +243,7 @@ def _is_other(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rung:
+class _WayOfTracing:
     """One way of tracing.
 
     Args:
@@ -263,21 +263,21 @@ _READ_ERRORS = (
     *(DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),
     ValueUnavailableError,
 )
-_RUNGS = (
-    _Rung("the plain call under fake tensors", _plainly, _is_other),
-    _Rung("with bounds for sizes that depend on values", _symbolically, _is_of_unknown_size),
-    _Rung("with the values of the inputs, and bounds", _symbolically_with_inputs, _reads_values),
-    _Rung("with all values, and bounds", _symbolically_with_state, _reads_values, True),
-    _Rung("with the values of the inputs", _with_inputs, _is_unbounded),
-    _Rung("with the values of inputs, parameters and buffers", _with_state, _reads_or_is_unbounded, True),
-    _Rung("as compiled code", _as_compiled, _reads_values),
-    _Rung("by way of Dynamo", capture_with_dynamo, _is_other, True),
+_WAYS = (
+    _WayOfTracing("the plain call under fake tensors", _plainly, _is_other),
+    _WayOfTracing("with bounds for sizes that depend on values", _symbolically, _is_of_unknown_size),
+    _WayOfTracing("with the values of the inputs, and bounds", _symbolically_with_inputs, _reads_values),
+    _WayOfTracing("with all values, and bounds", _symbolically_with_state, _reads_values, True),
+    _WayOfTracing("with the values of the inputs", _with_inputs, _is_unbounded),
+    _WayOfTracing("with the values of inputs, parameters and buffers", _with_state, _reads_or_is_unbounded, True),
+    _WayOfTracing("as compiled code", _as_compiled, _reads_values),
+    _WayOfTracing("by way of Dynamo", capture_with_dynamo, _is_other, True),
 )
 
 
-def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> TraceError:
+def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) -> TraceError:
     first = failures[0][1]
-    lines = [f"  {rung.name}: {type(error).__name__}: {_first_line(error)}" for rung, error in failures]
+    lines = [f"  {way.name}: {type(error).__name__}: {_first_line(error)}" for way, error in failures]
     where = next((line for _, error in failures if (line := line_of_error(error))), "")
     if _reads_values(first):
         cause = (

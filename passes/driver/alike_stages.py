@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from torch import fx
 
-from autoshard.ir.brought_back import BroughtBack
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, describe, tensor_values
+from autoshard.ir.restored_nodes import RestoredNode
 from autoshard.ir.staged import crosses_stages, is_of_weights
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
@@ -70,8 +70,10 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
     modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}
-    recompute = replace(plan.recompute, nodes=tuple(_brought(item, names, modules) for item in plan.recompute.nodes))
-    offload = replace(plan.offload, nodes=tuple(_brought(item, names, modules) for item in plan.offload.nodes))
+    recompute = replace(
+        plan.recompute, nodes=tuple(_renamed_node(item, names, modules) for item in plan.recompute.nodes)
+    )
+    offload = replace(plan.offload, nodes=tuple(_renamed_node(item, names, modules) for item in plan.offload.nodes))
     running = InsertRecompute(recompute.nodes, offload.nodes)(of_stage)
     names = _same_places(InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(of_alike), running)
     taken, given = _slot_names(alike, stage)
@@ -109,10 +111,10 @@ def _named(slot: LocalSlot, name: str) -> LocalSlot:
     return replace(slot, slot=replace(slot.slot, name=name))
 
 
-_Brought = TypeVar("_Brought", bound=BroughtBack)
+_Restored = TypeVar("_Restored", bound=RestoredNode)
 
 
-def _brought(item: _Brought, names: Mapping[str, str], modules: Mapping[str, str]) -> _Brought:
+def _renamed_node(item: _Restored, names: Mapping[str, str], modules: Mapping[str, str]) -> _Restored:
     name = names[item.name]
     return replace(item, name=name, before=names[item.before], module=modules[name])
 

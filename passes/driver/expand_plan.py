@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from autoshard.errors import PlanMismatchError
-from autoshard.ir.brought_back import BroughtBack
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program, describe
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.request import Request
+from autoshard.ir.restored_nodes import RestoredNode
 from autoshard.tracing import without
 from passes.lowering.lower import check_digest
 from passes.lowering.lower_program import prepare
@@ -83,7 +83,7 @@ def _running(plan: Plan, prepared: Program) -> Program:
     return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
 
 
-_Brought = TypeVar("_Brought", bound=BroughtBack)
+_Restored = TypeVar("_Restored", bound=RestoredNode)
 
 
 class _NodeSpot(NamedTuple):
@@ -111,7 +111,7 @@ class _ExpandedRecompute:
     short: Program
     whole: Program
 
-    def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
+    def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
         """Return the values of the whole program to recompute or offload, in the program's order.
 
         `items` are the values of the short program to recompute or offload.

@@ -14,7 +14,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.staged import ALONE, PIPELINE_AXIS
+from autoshard.ir.staged import ONLY_AXIS, PIPELINE_AXIS
 from autoshard.ir.update import Update
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import SCHEDULES, order_rows, usual_schedule
@@ -49,7 +49,7 @@ class Pipeline:
     @property
     def stage_mesh(self) -> Mesh:
         """The mesh of one stage: all axes but "pipeline", or one axis of one rank if there are no other axes."""
-        return Mesh({name: size for name, size in self.mesh.axes if name != PIPELINE_AXIS} or {ALONE: 1})
+        return Mesh({name: size for name, size in self.mesh.axes if name != PIPELINE_AXIS} or {ONLY_AXIS: 1})
 
 
 def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:

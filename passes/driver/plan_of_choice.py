@@ -13,7 +13,7 @@ from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import UNKNOWN, NodePlan, Prediction
 from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
-from autoshard.ir.repeat import names_alike
+from autoshard.ir.repeat import names_represented_by
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.driver.plan_options import PlanOptions
@@ -197,13 +197,13 @@ def _plan_of_operators(
             result_key(whole): spec
             for slot in program.outputs
             for spec in (_result_spec(planning, choice, slot),)
-            for whole in (replace(slot, name=name) for name in names_alike(program.repeats, slot.name))
+            for whole in (replace(slot, name=name) for name in names_represented_by(program.repeats, slot.name))
         },
         parameters={
             name: place
             for slot in program.inputs_of(InputKind.PARAMETER)
             for place in (plan_of_parameter(planning, choice, slot),)
-            for name in names_alike(program.repeats, slot.name)
+            for name in names_represented_by(program.repeats, slot.name)
         },
         predicted=UNKNOWN,
         objective=objective,

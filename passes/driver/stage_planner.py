@@ -105,7 +105,7 @@ class StagePlanner:
         if made is not None and request.update is not None and made.program_digest == program.digest():
             return made
         plan, stages = plans.plan(program, request, homes)
-        lowered |= {number: stage.phased for number, stage in enumerate(stages) if not stage.is_alike}
+        lowered |= {number: stage.phased for number, stage in enumerate(stages) if not stage.is_of_equal_stage}
         return plan
 
     def trace(self, request: Request) -> Program:
@@ -154,7 +154,7 @@ def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> Phase
             if slot.slot.kind in (*_OF_FORWARD, InputKind.STATE) and slot.slot.name not in _crossing_names(staged):
                 found.setdefault((slot.slot.kind, slot.slot.name), slot)
     inputs = tuple(found.values())
-    results = tuple(staged.made(name, number, is_forward=True) for name, number in staged.results.items())
+    results = tuple(staged.sent_slot(name, number, is_forward=True) for name, number in staged.results.items())
     updates = [slot for n in own for slot in staged.stages[n].phased.lowered.outputs if slot.slot.kind in _UPDATES]
     outputs, count = (*results, *updates), len(results)
     mesh, graph_module = staged.stages[0].phased.lowered.mesh, program.graph_module

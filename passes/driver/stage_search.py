@@ -84,7 +84,9 @@ class StageSearch:
         if first == number:
             return made
         alike, own = self.cut.stages[first], self.cut.stages[number]
-        return StageProgram(rename_slots(made.phased, alike, own), rename_plan(made.plan, alike, own), is_alike=True)
+        return StageProgram(
+            rename_slots(made.phased, alike, own), rename_plan(made.plan, alike, own), is_of_equal_stage=True
+        )
 
     def alike(self, number: int) -> Sequence[int]:
         """Return the numbers of all stages that are like stage `number`, with this number."""

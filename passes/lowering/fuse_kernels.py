@@ -233,8 +233,8 @@ class _FusedGraph:
             return None
         arguments: dict[str, Any] = {name: values[name] for name in kernel.parameters}
         fakes = fx.map_arg(arguments, _value_of)
-        free = {name: compute(fakes) for name, compute in kernel.forms[form].free.items()}
-        return tuple(arguments.values()) if all(values[name] == value for name, value in free.items()) else None
+        derived = {name: compute(fakes) for name, compute in kernel.forms[form].derived_variables.items()}
+        return tuple(arguments.values()) if all(values[name] == value for name, value in derived.items()) else None
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
         """Whether all other readers of values that the kernel recomputes are operators of `kernel.allowed_readers`."""

@@ -341,5 +341,5 @@ class _RankWalk:
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
     """Return the bytes on each rank of a value that stage `maker` sends to another stage, in the maker's spec."""
-    slot = staged.made(name, maker, is_forward=is_forward)
+    slot = staged.sent_slot(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

@@ -25,7 +25,7 @@ from autoshard.ir.program import tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, Dims
 from autoshard.rules.registry import bound_rule
-from autoshard.tracing.bounded import ROWWISE, runs_as_it_is
+from autoshard.tracing.bounded import ROWWISE, runs_without_rewrite
 from passes.padding.contents import PaddedContent, constant, content_of_type, either, is_masked, masked_sum
 from passes.padding.padded_calls import PaddedCall, Results
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, Place, ReachedError, Region, is_padded_part
@@ -145,7 +145,7 @@ class _Ruled:
             raise ReachedError("needs all of the padded dim")
         is_plain = bound.local is None
         if not is_plain and self._is_parallel(factor):
-            is_plain = self.call.target in _BY_ROWS or runs_as_it_is(self.call.target, bound, factor)
+            is_plain = self.call.target in _BY_ROWS or runs_without_rewrite(self.call.target, bound, factor)
         if not is_plain:
             raise ReachedError("depends on the length")
 

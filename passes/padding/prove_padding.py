@@ -31,7 +31,7 @@ import passes.padding.lookups
 import passes.padding.moves
 import passes.padding.weighting  # noqa: F401  (fill the table of calls)
 from autoshard.errors import TraceError
-from autoshard.ir.padding import Grown, PaddingProof
+from autoshard.ir.padding import PaddingProof, SizeDifferences
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.request import Request
 from autoshard.rules.ranges import range_of_values
@@ -111,7 +111,7 @@ class _Pair:
     def __init__(self, padded: Program, exact: Program, fills: Mapping[str, float], trained: Collection[str]) -> None:
         self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
 
-    def cuts(self, length: int, exact: int) -> Mapping[int, Grown]:
+    def cuts(self, length: int, exact: int) -> Mapping[int, SizeDifferences]:
         """Prove that padding reaches no result; return the padded dims of each output, by the output's number.
 
         Args:
@@ -126,13 +126,13 @@ class _Pair:
         values = _PaddedWalk(self._padded.graph_module, self._exact.graph_module, self._with_gradients()).run(inputs)
         self._check_guards(inputs)
         nodes = self._padded.nodes_by_name()
-        cuts: dict[int, Grown] = {}
+        cuts: dict[int, SizeDifferences] = {}
         for slot in self._padded.outputs:
             value = values[nodes[slot.node]]
-            grown = _grown(value, slot.name, length, exact)
+            differences = _size_differences(value, slot.name, length, exact)
             if slot.kind is OutputKind.OUTPUT:
-                cuts[int(slot.name.split(":")[1])] = grown
-            elif grown:
+                cuts[int(slot.name.split(":")[1])] = differences
+            elif differences:
                 raise ReachedError(f"{slot.name} grows with the inputs")
         return cuts
 
@@ -191,14 +191,14 @@ def _input(value: torch.Tensor, exact: torch.Tensor, fill: float | None) -> Padd
     return PaddedValue.of(dims, content)
 
 
-def _grown(value: PaddedValue, name: str, length: int, exact: int) -> Grown:
-    grown = {}
+def _size_differences(value: PaddedValue, name: str, length: int, exact: int) -> SizeDifferences:
+    differences = {}
     for dim, index in value.places:
         sizes = value.part((dim, index))
         if len(value.dims[dim]) != 1 or sizes[0] - sizes[1] != length - exact:
             raise ReachedError(f"result {name.split(':')[-1]} does not grow as the inputs do")
-        grown[dim] = sizes[1] - exact
-    return grown
+        differences[dim] = sizes[1] - exact
+    return differences
 
 
 # The walk.

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.program import InputKind, OutputKind, Program
-from autoshard.ir.repeat import names_alike
+from autoshard.ir.repeat import names_represented_by
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import names_state
 from passes.planning.build_assignment import PlanningProblem
@@ -95,7 +95,7 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
         alike: slot.node
         for slot in space.program.inputs
         for name in (slot.name, *slot.aliases)
-        for alike in names_alike(space.program.repeats, name)
+        for alike in names_represented_by(space.program.repeats, name)
     }
     names |= {slot.name: slot.name for slot in space.program.outputs_of(OutputKind.OUTPUT)}
     return {name: site for name, site in names.items() if site in space.sites}

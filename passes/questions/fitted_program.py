@@ -100,7 +100,7 @@ def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockP
         head, _, rest = path.partition(f"{item.path}.")
         position = rest.partition(".")[0]
         if not head and position.isdigit() and int(position) < len(item.kinds):
-            stands_for = max((len(repeat.alike(path)) for repeat in program.repeats), default=1)
+            stands_for = max((len(repeat.represented_by(path)) for repeat in program.repeats), default=1)
             return BlockPlace(item.path, item.kinds[int(position)], int(position), stands_for)
     return None
 

@@ -22,7 +22,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.request import Request
-from autoshard.ir.staged import ALONE, PIPELINE_AXIS, CutProgram
+from autoshard.ir.staged import ONLY_AXIS, PIPELINE_AXIS, CutProgram
 from autoshard.tracing import BlockList, shorten, without
 from cost_models.formulas import Point, Size, published, size_symbol
 from cost_models.hardware import Cluster
@@ -177,7 +177,7 @@ class CountsOfPlan:
     ) -> Iterator[Counted]:
         """Yield the counts of all stages for one micro-batch; a plan without stages has one stage."""
         for number, stage in enumerate(plan.stages or (plan,)):
-            counts = self._counts_of(plan, number, sizes, {ALONE: 1, **axes})
+            counts = self._counts_of(plan, number, sizes, {ONLY_AXIS: 1, **axes})
             found = list(self._of_stage(stage, counts, name))
             yield from found
             if plan.stages and name in (COMMUNICATION, f"{COMMUNICATION}_{PIPELINE_AXIS}"):

@@ -175,7 +175,7 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
     found, before = dict(paths), ""
     for name in reversed(list(space.sites)):
         if name in again:
-            places = (repeat.beside(paths[name], before) for repeat in space.program.repeats)
+            places = (repeat.same_place_in_unit_of(paths[name], before) for repeat in space.program.repeats)
             found[name] = next(filter(None, places), "")
         else:
             before = paths.get(name, "")

@@ -119,7 +119,7 @@ def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.
     arguments = dict(zip(kernel.parameters, node.args, strict=True))
     _check_constants(node, kernel, arguments, form.constants(like))
     fakes = fx.map_arg(arguments, lambda operand: operand.meta["val"])
-    derived = {name: compute(fakes) for name, compute in form.free.items()}
+    derived = {name: compute(fakes) for name, compute in form.derived_variables.items()}
     tracer = GraphAppendingTracer(graph)
     variables = {
         name: fx.Proxy(environment[argument], tracer) if isinstance(argument, fx.Node) else argument

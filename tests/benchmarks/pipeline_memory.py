@@ -93,8 +93,8 @@ class InFlight:
     def _count(self, run: ProgramRun) -> None:
         found = {}
         for stage in run.stages.values():
-            hoisted = set(map(_storage, _tensors(stage.held)))
-            for tensor in _tensors([stage.saved, stage.kept]):
+            hoisted = set(map(_storage, _tensors(stage.hoisted)))
+            for tensor in _tensors([stage.saved, stage.for_second_half]):
                 if _storage(tensor) not in self.held | hoisted:
                     found[_storage(tensor)] = tensor.untyped_storage().nbytes()
         self.most_bytes = max(self.most_bytes, sum(found.values()))

@@ -172,9 +172,9 @@ def check_one_block_at_a_time_is_gathered() -> None:
     last: list[Callable[[], object]] = [lambda: None]
     original = engine.gather_region
 
-    def gather_region(tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None) -> torch.Tensor:
+    def gather_region(tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None) -> torch.Tensor:
         assert last[0]() is None, "the block before is freed"
-        result = original(tensor, region, holder)
+        result = original(tensor, region, pipeline_rank)
         last[0] = weakref.ref(result)
         sizes.append(result.nbytes)
         return result

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ir.initialisation import Box, Place, contiguous_strides, cover
+from autoshard.ir.initialisation import Box, StridedView, contiguous_strides, cover
 
 _SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
@@ -17,8 +17,8 @@ def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(start, tuple(draw(st.integers(1, size - first)) for size, first in zip(shape, start, strict=True)))
 
 
-def _place(tensor: torch.Tensor) -> Place:
-    return Place(0, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+def _strided(tensor: torch.Tensor) -> StridedView:
+    return StridedView(0, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 @given(_SHAPES, st.data())
@@ -30,7 +30,7 @@ def test_a_view_of_a_box_is_found_to_be_it(shape: tuple[int, ...], data: st.Data
     for dim in reversed(range(len(shape))):
         if box.size[dim] == 1 and data.draw(st.booleans()):
             view = view.select(dim, 0)
-    found = _place(view).box_in(shape)
+    found = _strided(view).box_in(shape)
     assert found is not None
     assert torch.equal(found[0].of(whole).reshape(view.shape), view)
     assert tuple(found[0].size[dim] for dim in found[1]) == tuple(view.shape)
@@ -46,7 +46,7 @@ def test_what_is_said_to_be_a_box_is_one(shape: tuple[int, ...], data: st.DataOb
         strides.append(data.draw(st.integers(0, min(8, room // (size - 1)) if size > 1 else 8)))
         room -= (size - 1) * strides[-1]
     view = whole.as_strided(sizes, strides, data.draw(st.integers(0, room)))
-    found = _place(view).box_in(shape)
+    found = _strided(view).box_in(shape)
     if found is not None:
         assert torch.equal(found[0].of(whole.view(shape)).reshape(view.shape), view)
 
@@ -56,10 +56,10 @@ def test_a_transposed_tensor_has_all_of_its_memory(shape: tuple[int, ...], order
     whole = torch.zeros(shape)
     view = whole.permute([dim for dim in order if dim < len(shape)])
     assert contiguous_strides(shape) == whole.stride()
-    assert _place(whole).is_in_order(whole.numel())
-    assert _place(view).has_all(whole.numel())
+    assert _strided(whole).is_in_order(whole.numel())
+    assert _strided(view).has_all(whole.numel())
     if whole.numel() > 1:
-        assert not _place(view.reshape(-1)[1:]).has_all(whole.numel())
+        assert not _strided(view.reshape(-1)[1:]).has_all(whole.numel())
 
 
 @given(_SHAPES, st.data())

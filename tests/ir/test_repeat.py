@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from autoshard.ir.read_json import read
-from autoshard.ir.repeat import Repeat, names_alike
+from autoshard.ir.repeat import Repeat, names_represented_by
 
 PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
 
@@ -35,11 +35,11 @@ def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
 
 def test_names_stand_for_those_of_repeated_blocks() -> None:
     """A name of a parameter or optimizer state stands for its repeated blocks; other names stand for themselves."""
-    assert names_alike((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
+    assert names_represented_by((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
         f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
     )
-    assert names_alike((PAIRS,), "model.layers.4.w") == ("model.layers.4.w",)
-    assert names_alike((PAIRS,), "head.w") == ("head.w",)
+    assert names_represented_by((PAIRS,), "model.layers.4.w") == ("model.layers.4.w",)
+    assert names_represented_by((PAIRS,), "head.w") == ("head.w",)
 
 
 def test_a_repeat_survives_json() -> None:

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from autoshard.errors import KernelError
 from autoshard.kernels import triton_adam
-from autoshard.kernels.kernel import Specimen
+from autoshard.kernels.kernel import ExampleCompilation
 from autoshard.kernels.registry import FUSED, KERNELS
 
 ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
@@ -51,17 +51,17 @@ class Resources:
     spilled_bytes: int
 
 
-def specimens() -> tuple[Specimen, ...]:
+def examples() -> tuple[ExampleCompilation, ...]:
     """All representative compilations."""
     kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
-    return (*(specimen for kernel in kernels for specimen in kernel.specimens), *triton_adam.specimens())
+    return (*(example for kernel in kernels for example in kernel.examples), *triton_adam.examples())
 
 
-def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
+def compile_ahead(example: ExampleCompilation, architecture: str) -> Resources:
     """Compile a kernel for an architecture.
 
     Args:
-        specimen: the kernel to compile.
+        example: the kernel to compile.
         architecture: "sm_80" (A100), "sm_90" (H100, H200), "gfx942" (MI300), and so on.
 
     Returns:
@@ -71,24 +71,24 @@ def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
         KernelError: the kernel was loaded for the interpreter, the architecture is unknown, or the compiled code cannot
             be inspected.
     """
-    if not isinstance(specimen.function, triton.JITFunction):
+    if not isinstance(example.function, triton.JITFunction):
         raise KernelError(
-            f"Triton kernel {specimen.name} was loaded for the interpreter and cannot be compiled; "
+            f"Triton kernel {example.name} was loaded for the interpreter and cannot be compiled; "
             "compile in a process without TRITON_INTERPRET=1."
         )
     source = ASTSource(
-        fn=specimen.function,
-        signature=dict(specimen.signature),
-        constexprs=dict(specimen.constants),
-        attrs=_alignments(specimen),
+        fn=example.function,
+        signature=dict(example.signature),
+        constexprs=dict(example.constants),
+        attrs=_alignments(example),
     )
     target = _target(architecture)
-    options = {"num_warps": specimen.num_warps, "enable_fp_fusion": True}
+    options = {"num_warps": example.num_warps, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
-        registers, spilled = _read_assembly(compiled.asm["amdgcn"], specimen.name)
+        registers, spilled = _read_assembly(compiled.asm["amdgcn"], example.name)
     else:
-        registers, spilled = _inspect(compiled.asm["cubin"], specimen.name)
+        registers, spilled = _inspect(compiled.asm["cubin"], example.name)
     return Resources(registers, compiled.metadata.shared, spilled)
 
 
@@ -100,12 +100,12 @@ def _target(architecture: str) -> GPUTarget:
     raise KernelError(f"architecture={architecture!r} is unknown; use 'sm_90' and the like, or 'gfx942'.")
 
 
-def _alignments(specimen: Specimen) -> dict[tuple[int, ...], list[list[object]]]:
+def _alignments(example: ExampleCompilation) -> dict[tuple[int, ...], list[list[object]]]:
     """Pointers are aligned to 16 bytes, as torch allocates them; strides are multiples of 16 if rows are."""
-    is_even = specimen.size % 16 == 0
+    is_even = example.size % 16 == 0
     return {
         (index,): [["tt.divisibility", 16]]
-        for index, (name, kind) in enumerate(specimen.signature.items())
+        for index, (name, kind) in enumerate(example.signature.items())
         if kind.startswith("*") or (is_even and kind == "i32" and "stride" in name)
     }
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.kernels.candidates import TUNABLE, choice_of, neighbours
-from autoshard.kernels.kernel import Specimen
-from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
+from autoshard.kernels.kernel import ExampleCompilation
+from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, examples
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("gpt", "llama", "mixture", "vit", "encoder-decoder", "block")
@@ -38,7 +38,7 @@ def compiled(architectures: str, which: str, models: str = "") -> list[dict[str,
     return json.loads(result.stdout)
 
 
-def _generated(model: str) -> Iterator[tuple[Specimen, tuple[str, ...]]]:
+def _generated(model: str) -> Iterator[tuple[ExampleCompilation, tuple[str, ...]]]:
     """The generated kernels of a model, each once, and their tunable blocks."""
     import torch
 
@@ -70,50 +70,50 @@ def _generated(model: str) -> Iterator[tuple[Specimen, tuple[str, ...]]]:
     nodes = [node for phase in (phased.forward, phased.backward) for node in phase.graph.nodes]
     for kernel in map(generated_kernel, dict.fromkeys(node.target for node in nodes)):
         if kernel is not None:
-            yield kernel.specimen(), tuple(kernel.layout.tunable)
+            yield kernel.example(), tuple(kernel.layout.tunable)
 
 
-def _chosen(which: str, models: str) -> Iterator[tuple[str, str, Specimen]]:
+def _chosen(which: str, models: str) -> Iterator[tuple[str, str, ExampleCompilation]]:
     """The size or the model, the choice of blocks, and the kernel to compile."""
-    typical = [(str(item.size), item, TUNABLE.get(item.name, ())) for item in specimens() if item.size in TYPICAL_SIZES]
+    typical = [(str(item.size), item, TUNABLE.get(item.name, ())) for item in examples() if item.size in TYPICAL_SIZES]
     generated = [(model, *found) for model in models.split(",") if model for found in _generated(model)]
     match which:
         case "candidates":
-            for size, specimen, tunable in (*typical, *generated):
-                yield from ((size, choice, item) for choice, item in _alternatives(specimen, tunable))
+            for size, example, tunable in (*typical, *generated):
+                yield from ((size, choice, item) for choice, item in _alternatives(example, tunable))
             return
         case "sample":  # of every third kernel, another candidate from kernel to kernel
             of_kernel = {item.name: list(_alternatives(item, tunable)) for _, item, tunable in typical}
             for index, choices in enumerate([found for found in of_kernel.values() if found][::3]):
                 yield "", *choices[(3 * index) % len(choices)]
         case "ones":
-            for specimen in {item.name: item for item in specimens()}.values():
-                integers = dict.fromkeys([name for name, kind in specimen.signature.items() if kind[0] == "i"], 1)
-                signature = {**specimen.signature, **dict.fromkeys(integers, "constexpr")}
-                constants = {**specimen.constants, **integers}
-                yield "", "", dataclasses.replace(specimen, signature=signature, constants=constants)
+            for example in {item.name: item for item in examples()}.values():
+                integers = dict.fromkeys([name for name, kind in example.signature.items() if kind[0] == "i"], 1)
+                signature = {**example.signature, **dict.fromkeys(integers, "constexpr")}
+                constants = {**example.constants, **integers}
+                yield "", "", dataclasses.replace(example, signature=signature, constants=constants)
         case "all":
-            yield from ((str(item.size), "", item) for item in specimens())
+            yield from ((str(item.size), "", item) for item in examples())
         case "typical":
             yield from ((size, "", item) for size, item, _ in typical)
     yield from ((model, "", item) for model, item, _ in generated)
 
 
-def _alternatives(specimen: Specimen, tunable: tuple[str, ...]) -> Iterator[tuple[str, Specimen]]:
+def _alternatives(example: ExampleCompilation, tunable: tuple[str, ...]) -> Iterator[tuple[str, ExampleCompilation]]:
     """The other choices of blocks for a kernel: as a text, and their compilation."""
-    heuristic, fixed = choice_of(specimen.constants, tunable, specimen.num_warps)
+    heuristic, fixed = choice_of(example.constants, tunable, example.num_warps)
     for choice in neighbours(heuristic, fixed)[1:]:
-        constants = {**specimen.constants, **dict(choice.blocks)}
-        yield str(choice), dataclasses.replace(specimen, constants=constants, num_warps=choice.num_warps)
+        constants = {**example.constants, **dict(choice.blocks)}
+        yield str(choice), dataclasses.replace(example, constants=constants, num_warps=choice.num_warps)
 
 
 def main(architectures: str, which: str, models: str = "") -> None:
     """Write a list of {kernel, size, choice, architecture, registers, shared_bytes, spilled_bytes}."""
     rows = []
-    for size, choice, specimen in _chosen(which, models):
+    for size, choice, example in _chosen(which, models):
         for architecture in architectures.split(","):
-            row = {"kernel": specimen.name, "size": size, "choice": choice, "architecture": architecture}
-            rows.append(row | dataclasses.asdict(compile_ahead(specimen, architecture)))
+            row = {"kernel": example.name, "size": size, "choice": choice, "architecture": architecture}
+            rows.append(row | dataclasses.asdict(compile_ahead(example, architecture)))
     json.dump(rows, sys.stdout)
 
 

@@ -27,7 +27,7 @@ def wide(value: Any) -> Any:
 def expected_of(form: Form, like: Tensor, **arguments: Any) -> tuple[Any, ...]:
     """The results of a form, run in float64 on the kernel's own arguments."""
     variables = {name: wide(value) for name, value in arguments.items()}
-    variables |= {name: compute(arguments) for name, compute in form.free.items()}
+    variables |= {name: compute(arguments) for name, compute in form.derived_variables.items()}
     return form.results(like.to(torch.float32), variables)
 
 

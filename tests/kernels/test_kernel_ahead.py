@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoshard.errors import KernelError
-from tests.kernels.ahead import ARCHITECTURES, TYPICAL_SIZES, compile_ahead, specimens
+from tests.kernels.ahead import ARCHITECTURES, TYPICAL_SIZES, compile_ahead, examples
 from tests.kernels.compiled_kernels import MODELS, compiled
 
 # Registers of a thread, and shared memory of a program.
@@ -19,7 +19,7 @@ MAX_SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 # Two registers: the ptxas of triton 3.6 spills those where that of 3.9 spills none.
 MAX_SPILLED_BYTES = 8
 EVERY = ",".join(ARCHITECTURES)
-KERNELS = {specimen.name for specimen in specimens()}
+KERNELS = {example.name for example in examples()}
 
 
 def _check(rows: list[dict[str, Any]], architectures: str, record: Callable[[str, object], None]) -> None:
@@ -69,4 +69,4 @@ def test_generated_kernels_do_not_spill(
 def test_interpreted_kernels_cannot_be_compiled() -> None:
     """Compiling in a process that loaded kernels for the interpreter is refused with the reason."""
     with pytest.raises(KernelError, match="was loaded for the interpreter"):
-        compile_ahead(specimens()[0], "sm_90")
+        compile_ahead(examples()[0], "sm_90")

@@ -43,9 +43,9 @@ def test_ranks_have_as_much_to_do_in_pairs(ranks: int) -> None:
     pairs, hops = [], []
     for rank in range(ranks):
         paired, alone = (Ring(*place(rank, ranks, is_paired)) for is_paired in (True, False))
-        parts = [list(paired.parts(hop, PIECE)) for hop in range(ranks)]
-        pairs.append([sum(_scores(*part) for part in found) for found in parts])
-        hops.append(sum(bool(list(alone.parts(hop, PIECE))) for hop in range(ranks)))
+        calls = [list(paired.calls(hop, PIECE)) for hop in range(ranks)]
+        pairs.append([sum(_scores(*call) for call in found) for found in calls])
+        hops.append(sum(bool(list(alone.calls(hop, PIECE))) for hop in range(ranks)))
     assert {tuple(counts) for counts in pairs} == {(PIECE * PIECE / 2,) * ranks}
     assert hops == [rank + 1 for rank in range(ranks)]
 

@@ -75,7 +75,7 @@ def test_equals_torch(
 def _results(form: Form, like: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The results of a form in float64, except logits that it makes float32."""
     variables = {name: wide(value) for name, value in arguments.items()}
-    variables |= {name: compute(arguments) for name, compute in form.free.items()}
+    variables |= {name: compute(arguments) for name, compute in form.derived_variables.items()}
     return tuple(x.double() for x in form.results(like.double(), variables))
 
 

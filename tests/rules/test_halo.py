@@ -14,7 +14,7 @@ from autoshard.ir.boundary import shard
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.rules.emit_local import FxLocalContext
-from autoshard.rules.halo import HaloWindow, exchanged, extend_all, fold_all, inner_padding, sliding, within
+from autoshard.rules.halo import HaloWindow, exchanged, extend_all, fold_all, inner_padding, sliding, stride_factors
 from autoshard.rules.notation import Rule, bind
 from autoshard.runtime.simulator import simulate
 
@@ -39,7 +39,7 @@ def windows(draw: st.DrawFn) -> tuple[HaloWindow, ...]:
 def _run(windows: tuple[HaloWindow, ...], splits: Any, value: Tensor, *, back: bool = False) -> list[Tensor]:
     """Each rank's piece of `value`, extended by numbers -1; or each rank's gradient, folded."""
     sides = ((tuple(w.elements for w in windows),), (tuple(w.windows for w in windows),))
-    rule = Rule(sides, sizes=within(windows), blocked=tuple(within(windows)))
+    rule = Rule(sides, sizes=stride_factors(windows), blocked=tuple(stride_factors(windows)))
     shape = tuple(window.size for window in windows)
     bound = bind(rule, [shape], [tuple(window.count for window in windows)])
     graph = fx.Graph()
@@ -110,7 +110,7 @@ def test_what_a_rule_says_of_windows() -> None:
     assert exchanged([wide.halo]) == {"o1": 1}
     (side_by_side,) = sliding((8,), (4,), (2,), (2,), (0,))
     assert exchanged([side_by_side.halo]) == {}
-    assert within([side_by_side]) == {"s1": 2}
+    assert stride_factors([side_by_side]) == {"s1": 2}
     (far,) = sliding((32,), (16,), (9,), (2,), (4,))
     assert far.halo.least == 2
     (narrower,) = sliding((8,), (6,), (3,), (1,), (0,))

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from autoshard.kernels.generated.files import load_text, write_file
 from autoshard.kernels.generated.group import Group, ValueShape
 from autoshard.kernels.generated.source import ElementLayout, Source, write_source
-from autoshard.kernels.kernel import Specimen
+from autoshard.kernels.kernel import ExampleCompilation
 from autoshard.kernels.launch import launch
 from autoshard.kernels.library import define
 
@@ -63,7 +63,7 @@ class GeneratedKernel:
         """The operator's name, such as "autoshard::triton_mul_add_1a2b3c4d"."""
         return self.operator._schema.name
 
-    def specimen(self) -> Specimen:
+    def example(self) -> ExampleCompilation:
         """Return the argument types and block sizes of the kernel, so that it can be compiled ahead of time."""
         group = self.group
         kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in range(len(group.operands))]
@@ -71,7 +71,7 @@ class GeneratedKernel:
         names = list(self.function.arg_names)
         signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(names[len(kinds) :], "constexpr")
         size = self.layout.blocks.get("BLOCK_C", 0)
-        return Specimen(self.function, signature, size, dict(self.layout.blocks), self.layout.num_warps)
+        return ExampleCompilation(self.function, signature, size, dict(self.layout.blocks), self.layout.num_warps)
 
 
 @dataclass(frozen=True, slots=True)

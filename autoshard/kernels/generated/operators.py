@@ -21,7 +21,7 @@ from autoshard.kernels.generated.group import GroupStep, Ref, ValueShape
 
 _aten = torch.ops.aten
 
-LANES: Mapping[torch.dtype, str] = MappingProxyType(
+TRITON_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {
         torch.float32: "tl.float32",
         torch.bfloat16: "tl.float32",
@@ -31,7 +31,7 @@ LANES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bool: "tl.int1",
     }
 )
-"""From a dtype to the Triton type of its values inside a kernel, its *lane*. Other dtypes are not supported."""
+"""From a dtype to the Triton type of its values inside a kernel. Other dtypes are not supported."""
 
 _STORED = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 
@@ -317,16 +317,16 @@ def number_of(step: GroupStep) -> float | int | bool:
     return bound["fill_value"] if "fill_value" in bound else bound["s"]
 
 
-def write_number(number: float | int | bool, lane: str) -> str:
-    """Return the Triton source text of a number of Triton type `lane`, such as "tl.float32"."""
-    if lane == "tl.float32":
+def write_number(number: float | int | bool, triton_type: str) -> str:
+    """Return the Triton source text of a number of Triton type `triton_type`, such as "tl.float32"."""
+    if triton_type == "tl.float32":
         number = float(number)
         if number == 0 and math.copysign(1.0, number) < 0:
             return "(-1.0 * tl.full([], 0.0, tl.float32))"  # Triton 3.6 drops the sign of a literal -0.0
         if math.isfinite(number):
             return repr(number)
         return 'float("nan")' if math.isnan(number) else f'{"-" if number < 0 else ""}float("inf")'
-    return repr(bool(number) if lane == "tl.int1" else int(number))
+    return repr(bool(number) if triton_type == "tl.int1" else int(number))
 
 
 def convert(text: str, before: str, after: str) -> str:
@@ -350,14 +350,14 @@ def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapp
     entry = POINTWISE[step.target]
     if not _has_plain_arguments(step, values):
         return None
-    lane = LANES[_computed_in(step, values, entry)]
+    triton_type = TRITON_TYPES[_computed_in(step, values, entry)]
     arguments: dict[str, Any] = {}
     for name, item in bound_arguments(step).items():
-        own = "tl.int1" if name in ("condition", "mask") else lane
+        own = "tl.int1" if name in ("condition", "mask") else triton_type
         if isinstance(item, Ref):
-            arguments[name] = convert(texts[item.index], LANES[values[item.index].dtype], own)
+            arguments[name] = convert(texts[item.index], TRITON_TYPES[values[item.index].dtype], own)
         elif isinstance(item, (int, float)) and not isinstance(item, bool):
-            if lane != "tl.float32" and isinstance(item, float):
+            if triton_type != "tl.float32" and isinstance(item, float):
                 return None
             arguments[name] = write_number(item, own)
         else:
@@ -375,7 +375,7 @@ def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapp
 def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> bool:
     """Whether the expression in `POINTWISE` is right for the dtypes of a call's operands and result."""
     kinds = [values[index].dtype for index in step.operands] + [step.value.dtype]
-    if not step.operands or any(dtype not in LANES for dtype in kinds):
+    if not step.operands or any(dtype not in TRITON_TYPES for dtype in kinds):
         return False
     if step.target in _COPIES:
         return step.value.dtype.is_floating_point or not kinds[0].is_floating_point
@@ -418,19 +418,23 @@ def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) 
         mask: the expression that is true where the tile has an element. Elsewhere the identity element is used.
     """
     source, target = operand.dtype, step.value.dtype
-    if source not in LANES or target not in LANES:
+    if source not in TRITON_TYPES or target not in TRITON_TYPES:
         return None
-    lane = LANES[target]
+    triton_type = TRITON_TYPES[target]
     identity, template = REDUCTIONS[step.target]
-    if lane == "tl.int1" or (lane != "tl.float32" and step.target not in (_aten.sum.default, _aten.sum.dim_IntList)):
+    if triton_type == "tl.int1" or (
+        triton_type != "tl.float32" and step.target not in (_aten.sum.default, _aten.sum.dim_IntList)
+    ):
         return None
     if not source.is_floating_point and target.is_floating_point:
         return None
     count = math.prod(operand.shape[dim] for dim in reduced_dims(step, operand))
-    filled = f"tl.where({mask}, {convert(text, LANES[source], lane)}, {write_identity(identity, lane)})"
+    filled = (
+        f"tl.where({mask}, {convert(text, TRITON_TYPES[source], triton_type)}, {write_identity(identity, triton_type)})"
+    )
     return template.format(x=filled, count=float(count))
 
 
-def write_identity(identity: str, lane: str) -> str:
-    """Return the Triton source text of an identity element as a number of Triton type `lane`."""
-    return identity if lane != "tl.float32" or "float" in identity else "0.0"
+def write_identity(identity: str, triton_type: str) -> str:
+    """Return the Triton source text of an identity element as a number of Triton type `triton_type`."""
+    return identity if triton_type != "tl.float32" or "float" in identity else "0.0"

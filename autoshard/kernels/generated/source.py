@@ -25,7 +25,7 @@ import triton
 from autoshard.kernels.generated.group import Group, GroupStep, ValueShape, map_refs
 from autoshard.kernels.generated.loops import Loops, NoLoopsError, find_loops
 from autoshard.kernels.generated.operators import (
-    LANES,
+    TRITON_TYPES,
     IndexKind,
     convert,
     kind_of,
@@ -215,7 +215,7 @@ class _KernelSource:
         group = self.group
         if len(group.operands) + len(group.results) > _MAX_POINTERS:
             raise NoLoopsError(f"the group reads and writes more than {_MAX_POINTERS} tensors.")
-        if any(value.dtype not in LANES for value in group.values):
+        if any(value.dtype not in TRITON_TYPES for value in group.values):
             raise NoLoopsError("a value has a dtype that kernels do not support.")
         for index, step in enumerate(group.steps, len(group.operands)):
             self._write_step(index, step)
@@ -240,9 +240,9 @@ class _KernelSource:
             self.texts[index] = self._text(step.operands[0])
             return
         if kind is IndexKind.CONSTANT:
-            lane = LANES[step.value.dtype]
+            triton_type = TRITON_TYPES[step.value.dtype]
             shape = "[1, 1]" if self.loops.columns else "[1]"
-            written = f"tl.full({shape}, {write_number(number_of(step), lane)}, {lane})"
+            written = f"tl.full({shape}, {write_number(number_of(step), triton_type)}, {triton_type})"
         elif kind is IndexKind.REDUCTION:
             written = self._write_reduction(step)
         else:
@@ -261,19 +261,19 @@ class _KernelSource:
         value = self.group.values[operand]
         text = self._text(operand)
         if all(value.shape[dim] == 1 for dim in reduced_dims(step, value)):
-            return convert(text, LANES[value.dtype], LANES[step.value.dtype])
+            return convert(text, TRITON_TYPES[value.dtype], TRITON_TYPES[step.value.dtype])
         self.used |= {"in_row", "in_column"}
         if self.layout.split:
-            return f"tl.where(inside, {convert(text, LANES[value.dtype], 'tl.float32')}, 0.0)"
+            return f"tl.where(inside, {convert(text, TRITON_TYPES[value.dtype], 'tl.float32')}, 0.0)"
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
         """Return the expression of value number `index`. For an operand, first write the line that loads it, once."""
         if index not in self.texts:
-            name, lane = self.names[index], LANES[self.group.values[index].dtype]
+            name, triton_type = self.names[index], TRITON_TYPES[self.group.values[index].dtype]
             place, mask = self._place(index)
-            other = "" if not mask else f", mask={mask}, other={write_number(0, lane)}"
-            cast = ".to(tl.float32)" if lane == "tl.float32" else f".to({lane})"
+            other = "" if not mask else f", mask={mask}, other={write_number(0, triton_type)}"
+            cast = ".to(tl.float32)" if triton_type == "tl.float32" else f".to({triton_type})"
             self.lines.append(f"{name} = tl.load({name}_ptr{place}{other}){cast}")
             self.texts[index] = name
         return self.texts[index]

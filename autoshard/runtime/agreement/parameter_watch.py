@@ -70,11 +70,11 @@ class ParameterWatch:
         if not self._groups:
             return {}
         place, rows = self._groups[turn % len(self._groups)]
-        step = self._step(turn)
-        place = f"{place} from {step}"  # stages may have different numbers of groups
+        first = self._first_element(turn)
+        place = f"{place} from {first}"  # stages may have different numbers of groups
         if not rows[0].is_on_host:
             return {PieceFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
-        return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
+        return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(first) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
         """Return the elements that `sample` read at this turn and the previous turn, by the name of their tensor group.
@@ -115,10 +115,10 @@ class ParameterWatch:
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
         """Return the name of the tensor group whose turn it is, and a few elements of each of its tensors, joined."""
         place, rows = self._groups[turn % len(self._groups)]
-        step = self._step(turn)
-        return place, torch.cat([row.elements(step) for row in rows])
+        first = self._first_element(turn)
+        return place, torch.cat([row.elements(first) for row in rows])
 
-    def _step(self, turn: int) -> int:
+    def _first_element(self, turn: int) -> int:
         """Return the index of the first element to read at a turn. An index beyond a tensor's size wraps around.
 
         The index moves on when each group has had its turn once.
@@ -138,7 +138,9 @@ class ParameterWatch:
             if isinstance(tensor, DTensor) and tensor.device_mesh.size() < self._ranks:
                 stage = int(tensor.device_mesh.mesh.min())
             if piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
-                found.setdefault((piece.place, stage, tensor.device, tensor.dtype), []).append(_WatchedPart(tensor))
+                found.setdefault((piece.shard_coordinates, stage, tensor.device, tensor.dtype), []).append(
+                    _WatchedPart(tensor)
+                )
         for (place, stage, *_), rows in found.items():
             for start in range(0, len(rows), _AT_ONCE):
                 yield f"{place} of stage {stage}, {start}", rows[start : start + _AT_ONCE]
@@ -158,24 +160,24 @@ class _WatchedPart:
         self._flat = tensor
         self._bytes: Any = b""
 
-    def elements(self, step: int) -> torch.Tensor:
-        """Return at most `_ELEMENTS` elements from index `step` on; the index wraps around."""
-        self._look()
-        first, count = self._part(step)
-        return self._flat.narrow(0, first, count)
+    def elements(self, first: int) -> torch.Tensor:
+        """Return at most `_ELEMENTS` elements from index `first` on; the index wraps around."""
+        self._refresh_view()
+        start, count = self._part(first)
+        return self._flat.narrow(0, start, count)
 
-    def memory(self, step: int) -> Any:
-        """Return the bytes of `elements(step)`, for a tensor on the CPU."""
-        self._look()
-        first, count = self._part(step)
+    def memory(self, first: int) -> Any:
+        """Return the bytes of `elements(first)`, for a tensor on the CPU."""
+        self._refresh_view()
+        start, count = self._part(first)
         size = self._flat.itemsize
-        return self._bytes[first * size : (first + count) * size]
+        return self._bytes[start * size : (start + count) * size]
 
-    def _part(self, step: int) -> tuple[int, int]:
+    def _part(self, first: int) -> tuple[int, int]:
         count = len(self._flat)
-        return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
+        return (0, count) if count <= _ELEMENTS else (first % (count - _ELEMENTS + 1), _ELEMENTS)
 
-    def _look(self) -> None:
+    def _refresh_view(self) -> None:
         """Make the flat view again, unless it is the view of a DTensor with the same local tensor.
 
         A plain tensor may get new memory and stay the same object.

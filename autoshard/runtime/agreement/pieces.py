@@ -1,4 +1,4 @@
-"""The piece of a tensor that this rank holds, and the piece's place, which is equal on ranks with the same piece."""
+"""The piece of a tensor that this rank holds, and its coordinates, which are equal on ranks with the same piece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 WHOLE = str(())
-"""The place, as text, of a tensor that every rank holds whole."""
+"""The coordinates, as text, of a tensor that every rank holds whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class TensorPiece:
 
     Args:
         local: the piece, or the whole tensor.
-        place: for each mesh axis that splits the tensor, the number of the axis and this rank's index along it. Ranks
-            with equal places hold the same piece. Empty if every rank holds the whole tensor.
+        shard_coordinates: for each mesh axis that splits the tensor, the number of the axis and this rank's index along
+            it. Ranks with equal coordinates hold the same piece. Empty if every rank holds the whole tensor.
     """
 
     local: torch.Tensor
-    place: tuple[tuple[int, int], ...]
+    shard_coordinates: tuple[tuple[int, int], ...]
 
 
 def piece_of(tensor: torch.Tensor) -> TensorPiece:
@@ -62,7 +62,7 @@ def _cut_dims(tensor: DTensor) -> list[int]:
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     """Return the digest of this rank's piece of each tensor, as facts that ranks with the same piece compare."""
     pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
-    return {PieceFact(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
+    return {PieceFact(name, str(piece.shard_coordinates)): digest_of(piece.local) for name, piece in pieces}
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -350,7 +350,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
     for tensor in call.tensors.values():
         if copies_of(tensor, ranks) > 1:
             piece = piece_of(tensor)
-            place = str(piece.place) if piece.place else WHOLE
+            place = str(piece.shard_coordinates) if piece.shard_coordinates else WHOLE
             found.setdefault((piece.local.device.type, place), []).append(piece.local)
     most = max(8, _MOST_BYTES // max(1, len(call.tensors)))
     return {

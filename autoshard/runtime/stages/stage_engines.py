@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.staged import ALONE, PIPELINE_AXIS
+from autoshard.ir.staged import ONLY_AXIS, PIPELINE_AXIS
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
@@ -54,10 +54,10 @@ def make_engines(
 def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
     """Add an axis of size 1 to a mesh that has only the axis "pipeline", so that stages have an axis to run on."""
     if isinstance(mesh, Mesh):
-        return Mesh({PIPELINE_AXIS: mesh.size, ALONE: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
+        return Mesh({PIPELINE_AXIS: mesh.size, ONLY_AXIS: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != (PIPELINE_AXIS,):
         return mesh  # `make_engine` refuses an object that is no mesh
     group, ranks = mesh.get_group(), mesh.mesh[:, None]
     alone: Any
     alone, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=dist.get_backend(group))
-    return DeviceMesh.from_group([group, alone], mesh.device_type, ranks, mesh_dim_names=(PIPELINE_AXIS, ALONE))
+    return DeviceMesh.from_group([group, alone], mesh.device_type, ranks, mesh_dim_names=(PIPELINE_AXIS, ONLY_AXIS))

@@ -29,7 +29,7 @@ def is_elsewhere(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
-class Elsewhere(DTensor):
+class OtherStageTensor(DTensor):
     """A DTensor whose shards are only on other ranks.
 
     On a rank outside a DTensor's mesh, `full_tensor` of torch returns an empty tensor. This class raises an error.
@@ -55,24 +55,24 @@ class Elsewhere(DTensor):
         """
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-    def detach(self) -> Elsewhere:
+    def detach(self) -> OtherStageTensor:
         """Return a detached tensor of this class."""
-        return as_elsewhere(super().detach())
+        return as_other_stage_tensor(super().detach())
 
-    def clone(self, **kwargs: Any) -> Elsewhere:
+    def clone(self, **kwargs: Any) -> OtherStageTensor:
         """Return a copy of this class."""
-        return as_elsewhere(super().clone(**kwargs))
+        return as_other_stage_tensor(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain DTensor, so that a process without autoshard can load it."""
         return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
-def as_elsewhere(tensor: torch.Tensor) -> Elsewhere:
-    """Turn a DTensor on a mesh without this rank into an `Elsewhere`, which refuses to be gathered."""
+def as_other_stage_tensor(tensor: torch.Tensor) -> OtherStageTensor:
+    """Turn a DTensor on a mesh without this rank into an `OtherStageTensor`, which refuses to be gathered."""
     assert isinstance(tensor, DTensor), "a tensor on other ranks is a DTensor"
-    made = Elsewhere(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
-    assert isinstance(made, Elsewhere), "the class was called above"
+    made = OtherStageTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+    assert isinstance(made, OtherStageTensor), "the class was called above"
     return made
 
 
@@ -82,13 +82,13 @@ class StageMeshes:
 
     Args:
         meshes: for each pipeline rank, the mesh of its processes, with all axes except "pipeline".
-        place: the pipeline rank of this process.
+        pipeline_rank: the pipeline rank of this process.
         group: the processes that differ from this process only along the axis "pipeline"; one per pipeline rank.
         ranks: the global ranks of the processes of `group`.
     """
 
     meshes: tuple[DeviceMesh, ...]
-    place: int
+    pipeline_rank: int
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
 
@@ -98,53 +98,55 @@ class StageMeshes:
         names = whole.mesh_dim_names or ()
         coordinate, dim = whole.get_coordinate(), names.index(PIPELINE_AXIS)
         assert coordinate is not None, "this process is on the mesh"
-        rest, place = tuple(name for name in names if name != PIPELINE_AXIS), coordinate[dim]
+        rest, pipeline_rank = tuple(name for name in names if name != PIPELINE_AXIS), coordinate[dim]
         ranks = whole.mesh.movedim(dim, 0)
         own = whole[rest]
         meshes = tuple(
-            own if number == place else _without_this_rank(whole.device_type, held, rest)
+            own if number == pipeline_rank else _without_this_rank(whole.device_type, held, rest)
             for number, held in enumerate(ranks.unbind())
         )
         column = (slice(None), *(at for number, at in enumerate(coordinate) if number != dim))
-        return cls(meshes, place, whole.get_group(PIPELINE_AXIS), tuple(ranks[column].tolist()))
+        return cls(meshes, pipeline_rank, whole.get_group(PIPELINE_AXIS), tuple(ranks[column].tolist()))
 
     @property
     def own(self) -> DeviceMesh:
         """The mesh of this process's pipeline rank."""
-        return self.meshes[self.place]
+        return self.meshes[self.pipeline_rank]
 
-    def elsewhere(self, like: torch.Tensor, placements: Sequence[Placement], place: int) -> DTensor:
-        """Return a tensor with the dtype and shape of `like`, whose shards are on pipeline rank `place`."""
-        return self.elsewhere_on(self.meshes[place], like.shape, like.dtype, placements)
+    def tensor_on_rank(self, like: torch.Tensor, placements: Sequence[Placement], pipeline_rank: int) -> DTensor:
+        """Return a tensor with the dtype and shape of `like`, whose shards are on pipeline rank `pipeline_rank`."""
+        return self.tensor_on_mesh(self.meshes[pipeline_rank], like.shape, like.dtype, placements)
 
-    def elsewhere_on(
+    def tensor_on_mesh(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
         """Return a tensor of this shape and dtype, whose shards are on the processes of `mesh`, one of `meshes`."""
         shape = torch.Size(shape)
         nothing = torch.empty(0 if shape else (), dtype=dtype, device=self.own.device_type)
         stride = torch.empty(shape, device="meta").stride()
-        return as_elsewhere(DTensor.from_local(nothing, mesh, placements, run_check=False, shape=shape, stride=stride))
+        return as_other_stage_tensor(
+            DTensor.from_local(nothing, mesh, placements, run_check=False, shape=shape, stride=stride)
+        )
 
     def share(
-        self, place: int, make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor
+        self, pipeline_rank: int, make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Broadcast the result of `make` from pipeline rank `place` to all pipeline ranks, and return it.
+        """Broadcast the result of `make` from pipeline rank `pipeline_rank` to all pipeline ranks, and return it.
 
-        All ranks of the mesh must call. `make` runs on pipeline rank `place` only.
+        All ranks of the mesh must call. `make` runs on pipeline rank `pipeline_rank` only.
 
         Args:
-            place: the pipeline rank that has the value.
+            pipeline_rank: the pipeline rank that has the value.
             make: returns the value.
             shape: the value's shape.
             like: a tensor of the value's dtype and device.
         """
-        if place == self.place:
+        if pipeline_rank == self.pipeline_rank:
             value = make().detach().contiguous()
         else:
             value = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         with naming_lost_ranks():
-            dist.broadcast(value, self.ranks[place], self.group)
+            dist.broadcast(value, self.ranks[pipeline_rank], self.group)
         return value
 
 

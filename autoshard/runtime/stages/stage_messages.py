@@ -103,7 +103,7 @@ class MessagesInProcess:
     """Messages between stages that all run in this process."""
 
     def __init__(self) -> None:
-        self._there: dict[CrossingMessage, LocalValue] = {}
+        self._stored: dict[CrossingMessage, LocalValue] = {}
         self._table: CrossingTable | None = None
 
     @property
@@ -115,21 +115,21 @@ class MessagesInProcess:
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
         self._table = table
-        self._there.clear()
+        self._stored.clear()
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
-        self._there[CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
+        self._stored[CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
         """Do nothing: `send` has stored the value."""
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
         assert self._table is not None, "a step began"
-        return all(key in self._there for key in self._table.messages(stage, micro_batch, is_forward=is_forward))
+        return all(key in self._stored for key in self._table.messages(stage, micro_batch, is_forward=is_forward))
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
         assert self._table is not None, "a step began"
-        value = self._there.pop(CrossingMessage(name, stage, is_forward, micro_batch))
+        value = self._stored.pop(CrossingMessage(name, stage, is_forward, micro_batch))
         return value, self._table.slot(name, is_forward=is_forward)
 
     def end(self) -> None:
@@ -166,10 +166,10 @@ class MessagesBetweenRanks:
         self._pipeline = device_mesh.get_group(PIPELINE_AXIS)
         self._device_mesh = device_mesh
         self._mine = self._mesh.coordinates(self._ranks.index(dist.get_rank()))
-        self._ways: dict[tuple[int, int], Any] = {}
+        self._pair_groups: dict[tuple[int, int], Any] = {}
         self._table: CrossingTable | None = None
         self._waiting: dict[tuple[int, int], deque[CrossingMessage]] = {}
-        self._there: dict[CrossingMessage, LocalValue] = {}
+        self._stored: dict[CrossingMessage, LocalValue] = {}
         self._posted: dict[CrossingMessage, tuple[dist.Work, torch.Tensor]] = {}
         self._sent: dict[int, deque[tuple[CrossingMessage, dist.Work, torch.Tensor]]] = {}
 
@@ -185,9 +185,9 @@ class MessagesBetweenRanks:
         that a process has made, so all processes must make equally many.
         """
         self._groups.prepare(_groups_of(staged))
-        if not self._ways:
+        if not self._pair_groups:
             every = permutations(range(self._mesh.axis_size(PIPELINE_AXIS)), 2)
-            self._ways = {pair: self._new_groups(*pair) for pair in every}
+            self._pair_groups = {pair: self._new_groups(*pair) for pair in every}
         return CrossingTable(staged)
 
     def _new_groups(self, maker: int, reader: int) -> Any:
@@ -206,7 +206,7 @@ class MessagesBetweenRanks:
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
         self._table = table
-        self._there.clear()
+        self._stored.clear()
         self._posted.clear()
         self._waiting = {
             pair: deque(key for key in keys if key.is_forward or weights[key.micro_batch])
@@ -216,16 +216,16 @@ class MessagesBetweenRanks:
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
         key = CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
-        there = self._of_stage(crossing.reader)
-        if there == self.rank:
-            self._there[key] = value
+        pipeline_rank = self._of_stage(crossing.reader)
+        if pipeline_rank == self.rank:
+            self._stored[key] = value
             return
-        group, _, reader = self._ways[self.rank, there]
+        group, _, reader = self._pair_groups[self.rank, pipeline_rank]
         with naming_lost_ranks():
             tensor = value.contiguous()
             work = dist.isend(tensor, reader, group)
         assert work is not None, "this process is in the group"
-        self._sent.setdefault(there, deque()).append((key, work, tensor))
+        self._sent.setdefault(pipeline_rank, deque()).append((key, work, tensor))
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
         assert self._table is not None, "a step began"
@@ -238,7 +238,7 @@ class MessagesBetweenRanks:
         for pair, waiting in self._waiting.items():
             if wanted not in waiting:
                 continue
-            group, maker, _ = self._ways[pair]
+            group, maker, _ = self._pair_groups[pair]
             while wanted not in self._posted:
                 key = waiting.popleft()
                 slot = self._table.slot(key.name, is_forward=key.is_forward)
@@ -271,30 +271,30 @@ class MessagesBetweenRanks:
             for item in self._table.read.get((stage, is_forward), ())
             if places[item.maker] == self.rank
         ]
-        return all(key in self._there for key in own)
+        return all(key in self._stored for key in own)
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
         assert self._table is not None, "a step began"
         key = CrossingMessage(name, stage, is_forward, micro_batch)
         slot = self._table.slot(name, is_forward=is_forward)
-        if key in self._there:
-            return self._there.pop(key), slot
+        if key in self._stored:
+            return self._stored.pop(key), slot
         self._post(key)
         work, buffer = self._posted.pop(key)
         with naming_lost_ranks():
             work.wait()
-        self._let_go(key)
+        self._free_read_messages(key)
         return buffer, slot
 
-    def _let_go(self, came: CrossingMessage) -> None:
-        """Free sent messages that the sender of the received message `came` had read before it made `came`.
+    def _free_read_messages(self, received: CrossingMessage) -> None:
+        """Free sent messages that the sender of the message `received` had read before it made `received`.
 
         Their sends are complete, so the waits take no time.
         """
         assert self._table is not None, "a step began"
-        maker, places = self._table.makers[came.name, came.is_forward], self._table.places
+        maker, places = self._table.makers[received.name, received.is_forward], self._table.places
         sent = self._sent.get(self._of_stage(maker), deque())
-        made_at = places[maker, came.is_forward, came.micro_batch]
+        made_at = places[maker, received.is_forward, received.micro_batch]
         with naming_lost_ranks():
             while sent and places[sent[0][0].reader, sent[0][0].is_forward, sent[0][0].micro_batch] < made_at:
                 sent.popleft()[1].wait()
@@ -320,7 +320,7 @@ class MessagesBetweenRanks:
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
         """Return this rank's part of a result, which the processes of the result's stage broadcast along "pipeline"."""
         stage = staged.results[name]
-        slot, mesh = staged.made(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
+        slot, mesh = staged.sent_slot(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
         given = self._empty(slot, mesh) if value is None else value.contiguous()
         source = {**self._mine, PIPELINE_AXIS: staged.order.stage_ranks[stage]}
         with naming_lost_ranks():

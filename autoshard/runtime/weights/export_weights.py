@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import WeightsError
-from autoshard.runtime.engine import NO_HOLDERS, Engine
+from autoshard.runtime.engine import NO_PIPELINE_RANKS, Engine
 from autoshard.runtime.freed_memory import give_freed_memory_back
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.weights import peft_weights, transformers_weights
@@ -59,11 +59,11 @@ def export_weights(
     *,
     max_file_bytes: int,
     merge: bool = False,
-    holders: Mapping[str, int] = NO_HOLDERS,
+    pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
     """Write the weights of `model`, and the files that transformers needs beside them.
 
-    All ranks must call. The arguments are those of `HasWeights.export`, and of `Engine.place` for `holders`.
+    All ranks must call. The arguments are those of `HasWeights.export`, and of `Engine.place` for `pipeline_rank_of`.
     """
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
@@ -76,7 +76,7 @@ def export_weights(
     def on_writer(action: str, do: Callable[[], None]) -> None:
         together(engine, action, lambda: do() if is_writer else None)
 
-    tensors = _tensors(model, engine, holders)
+    tensors = _tensors(model, engine, pipeline_rank_of)
     if peft_weights.has_adapters(model) and not merge:
         content = _adapters(model, engine, tensors)
     else:
@@ -102,11 +102,11 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
         raise
 
 
-def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Mapping[str, Unread]:
+def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, int]) -> Mapping[str, Unread]:
     """Return the tensors of the model's state dict, by name, each of which is gathered when it is read."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
-        gather = partial(engine.gather_region, tensor, holder=holders.get(name))
+        gather = partial(engine.gather_region, tensor, pipeline_rank=pipeline_rank_of.get(name))
         return Unread(tensor.shape, tensor.dtype, gather)
 
     return {name: unread_of(name, tensor) for name, tensor in persistent_tensors(model).items()}

@@ -72,4 +72,4 @@ class HasWeights(ABC):
         weights.check_are_placed("export")
         weights.refuse_use()
         sizes = {"merge": merge, "max_file_bytes": max_file_bytes}
-        export_weights(weights.model, weights.engine, path, **sizes, holders=weights.holders)
+        export_weights(weights.model, weights.engine, path, **sizes, pipeline_rank_of=weights.pipeline_rank_of)

@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard.errors import TraceError
 from autoshard.ir.initialisation import Box, Initialisation
-from autoshard.runtime.engine import NO_HOLDERS, Engine
+from autoshard.runtime.engine import NO_PIPELINE_RANKS, Engine
 from autoshard.runtime.seeds import seed_of_weights
 from autoshard.runtime.weights.local_part import LocalPart
 from autoshard.runtime.weights.replay import Replay
@@ -32,7 +32,7 @@ def init_weights(
     seed: int,
     unset: Collection[str],
     only: Collection[str] | None = None,
-    holders: Mapping[str, int] = NO_HOLDERS,
+    pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
     """Initialise the weights of a model by its initialisers. All ranks must call.
 
@@ -43,7 +43,7 @@ def init_weights(
         seed: the seed of random numbers.
         unset: names of weights without values, on any rank.
         only: names of the weights to initialise; None: all.
-        holders: see `Engine.place`.
+        pipeline_rank_of: see `Engine.place`.
 
     Raises:
         TraceError: an initialiser cannot be recorded, or an unset weight has no initialiser.
@@ -55,7 +55,9 @@ def init_weights(
     sources = initialisation.sources()
     _check_have_sources(names, sources, unset)
     device_seed = torch.full((), seed_of_weights(seed), dtype=torch.int64, device=engine.device)
-    replay = Replay(initialisation, device_seed, lambda name: engine.global_copy(weights[name], holders.get(name)))
+    replay = Replay(
+        initialisation, device_seed, lambda name: engine.global_copy(weights[name], pipeline_rank_of.get(name))
+    )
     for name in _in_order(names, sources):
         _write(weights[name], name, replay)
 

@@ -36,7 +36,7 @@ class Weights:
     engine: Engine
     compiler: Compiler
     unset: UnsetWeights = field(default_factory=UnsetWeights)
-    holders: dict[str, int] = field(default_factory=dict)
+    pipeline_rank_of: dict[str, int] = field(default_factory=dict)
     """By each name of a parameter, the pipeline rank (index along the axis "pipeline") that alone holds the parameter.
 
     It is empty without a pipeline.
@@ -45,9 +45,9 @@ class Weights:
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
         """Shard parameters by `specs`, by name. Weights on the meta device get memory on the ranks that hold them."""
         with self.unset.getting_memory(self.model):
-            self.engine.place(self.model, specs, self.holders)
+            self.engine.place(self.model, specs, self.pipeline_rank_of)
 
-    def share_out(self, staged: StagedProgram) -> None:
+    def assign_to_pipeline_ranks(self, staged: StagedProgram) -> None:
         """Choose the pipeline rank of each parameter: the rank whose stage of `staged` reads it.
 
         A parameter that no stage has read so far is on pipeline rank 0.
@@ -58,18 +58,19 @@ class Weights:
         ranks, stages = staged.order.stage_ranks, staged.stage_of_parameters()
         firsts = {id(item): name for name, item in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
-        found = {name: self._holder_of(name, stages.get(firsts[id(item)]), ranks) for name, item in every}
-        moved = [name for name, holder in self.holders.items() if found.get(name, holder) != holder]
+        found = {name: self._choose_pipeline_rank(name, stages.get(firsts[id(item)]), ranks) for name, item in every}
+        moved = [name for name, rank in self.pipeline_rank_of.items() if found.get(name, rank) != rank]
         if moved:
+            before, after = self.pipeline_rank_of[moved[0]], found[moved[0]]
             raise NotAvailableError(
-                f"For this call the pipeline is split elsewhere: {moved[0]!r} would move from place "
-                f"{self.holders[moved[0]]} of the axis 'pipeline' to {found[moved[0]]}. Parameters stay where they "
-                "are. Give calls the shapes of the first call (pad them), or compile the model a second time."
+                f"For this call the pipeline is split elsewhere: {moved[0]!r} would move from place {before} of the "
+                f"axis 'pipeline' to {after}. Parameters stay where they are. Give calls the shapes of the first call "
+                "(pad them), or compile the model a second time."
             )
-        self.holders = found
+        self.pipeline_rank_of = found
 
-    def _holder_of(self, name: str, stage: int | None, ranks: Sequence[int]) -> int:
-        return self.holders.get(name, 0) if stage is None else ranks[stage]
+    def _choose_pipeline_rank(self, name: str, stage: int | None, ranks: Sequence[int]) -> int:
+        return self.pipeline_rank_of.get(name, 0) if stage is None else ranks[stage]
 
     def check_are_placed(self, action: str) -> None:
         """Raise `NotAvailableError` if `action` would write weights that have no memory yet."""
@@ -91,4 +92,4 @@ class Weights:
     def _init(self, seed: int, init_fn: InitFunction | None, only: Collection[str] | None) -> None:
         record = partial(self.compiler.record_initialisation, self.model, self.engine.device, init_fn)
         unset = self.unset.names_everywhere(self.model, self.engine)
-        init_weights(self.model, self.engine, record, seed, unset, only, self.holders)
+        init_weights(self.model, self.engine, record, seed, unset, only, self.pipeline_rank_of)

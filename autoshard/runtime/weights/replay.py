@@ -1,7 +1,7 @@
 """Compute weights from the record of their initialisers: part by part if possible, else whole and then sliced.
 
-A record (`Initialisation`) lists operations on memories, which are numbered. A place is a tensor of the record: a view
-of a memory. A box is a rectangular part of a tensor.
+A record (`Initialisation`) lists operations on memories, which are numbered. A tensor of the record is a view of a
+memory (`StridedView`). A box is a rectangular part of a tensor.
 
 A weight can be computed by parts if its values are drawn, filled, or computed elementwise from tensors of its shape.
 Boxes of the weight may be written too, such as a row of zeros for padding. The formula of a weight is the expression
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autoshard.ir.initialisation import Box, Initialisation, Operation, Place
+from autoshard.ir.initialisation import Box, Initialisation, Operation, StridedView
 
 _AT_ONCE = 1 << 15
 """At most this many elements are computed at once, so that they fit in a processor's cache."""
@@ -86,17 +86,17 @@ class Replay:
     record: Initialisation
     seed: torch.Tensor
     whole_of: Callable[[str], torch.Tensor]
-    _writes: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
-    _births: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    _writes: dict[int, list[tuple[int, StridedView]]] = field(default_factory=dict)
+    _creations: dict[int, tuple[int, StridedView]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _wholes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for index, operation in enumerate(self.record.operations):
-            for place in operation.written:
-                self._writes.setdefault(place.memory, []).append((index, place))
-            self._births.update((place.memory, (index, place)) for place in operation.results if place is not None)
-        self._names.update((place.memory, name) for name, place in self.record.begins.items())
+            for view in operation.written:
+                self._writes.setdefault(view.memory, []).append((index, view))
+            self._creations.update((view.memory, (index, view)) for view in operation.results if view is not None)
+        self._names.update((view.memory, name) for name, view in self.record.begins.items())
 
     def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the values of a part of a weight, piece by piece: a box, relative to the part, and the values in it.
@@ -116,57 +116,59 @@ class Replay:
                 yield piece.seen_from(part), self._value(formula, piece, piece.seen_from(part).of(before))
         self._wholes.clear()
 
-    def _formula(self, place: Place, time: int, root: int) -> _Formula:
-        """Return the formula of the tensor at `place` as it is before operation number `time`.
+    def _formula(self, view: StridedView, time: int, root: int) -> _Formula:
+        """Return the formula of the tensor `view` as it is before operation number `time`.
 
         `root` is the number of the memory that the weight has before initialisation.
 
         Raises:
             _NotByPartsError: the tensor cannot be computed by parts.
         """
-        memory = place.memory
-        if not place.is_in_order(self.record.numels[memory]):
+        memory = view.memory
+        if not view.is_in_order(self.record.numels[memory]):
             raise _NotByPartsError
         writes, is_filled = self._relevant(memory, time)
-        first = _Before(place.dtype, True) if is_filled else self._first(place, root)
-        found = tuple(self._write(index, written, place, root) for index, written in writes)
+        first = _Before(view.dtype, True) if is_filled else self._first(view, root)
+        found = tuple(self._write(index, written, view, root) for index, written in writes)
         return _BoxedValue(first, found) if found else first
 
-    def _first(self, place: Place, root: int) -> _Formula:
+    def _first(self, view: StridedView, root: int) -> _Formula:
         """Return the formula of the value that a tensor has before the first write to its memory."""
-        if place.memory == root:
-            return _Before(place.dtype, False)
-        index, born = self._births.get(place.memory, (0, None))
-        if born is None or born.shape != place.shape or born.dtype != place.dtype:
+        if view.memory == root:
+            return _Before(view.dtype, False)
+        index, created = self._creations.get(view.memory, (0, None))
+        if created is None or created.shape != view.shape or created.dtype != view.dtype:
             raise _NotByPartsError
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
             return _Drawn(operation)
         if operation.name in _EMPTY:
-            return _Before(place.dtype, True)
-        return self._apply(operation, index, place, root)
+            return _Before(view.dtype, True)
+        return self._apply(operation, index, view, root)
 
-    def _write(self, index: int, written: Place, place: Place, root: int) -> tuple[Box, tuple[int, ...], _Applied]:
-        found = written.box_in(place.shape) if written.dtype == place.dtype else None
+    def _write(
+        self, index: int, written: StridedView, view: StridedView, root: int
+    ) -> tuple[Box, tuple[int, ...], _Applied]:
+        found = written.box_in(view.shape) if written.dtype == view.dtype else None
         if found is None:
             raise _NotByPartsError
         return *found, self._apply(self.record.operations[index], index, written, root)
 
-    def _apply(self, operation: Operation, index: int, result: Place, root: int) -> _Applied:
-        """Return the formula of operation number `index`; `result` is the place of its result.
+    def _apply(self, operation: Operation, index: int, result: StridedView, root: int) -> _Applied:
+        """Return the formula of operation number `index`; `result` is its result.
 
         Raises:
             _NotByPartsError: the operation is not elementwise.
         """
-        given = [item for item in operation.args if isinstance(item, Place)]
+        given = [item for item in operation.args if isinstance(item, StridedView)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
-        is_plain = len(given) == sum(isinstance(leaf, Place) for leaf in leaves)
+        is_plain = len(given) == sum(isinstance(leaf, StridedView) for leaf in leaves)
         if not (operation.is_elementwise and is_plain and len(operation.written) <= 1):
             raise _NotByPartsError
         return _Applied(operation, tuple(self._operand(item, index, operation, result, root) for item in given))
 
     def _operand(
-        self, item: Place, index: int, operation: Operation, result: Place, root: int
+        self, item: StridedView, index: int, operation: Operation, result: StridedView, root: int
     ) -> _Formula | torch.Tensor | None:
         if operation.written and item is operation.args[0]:
             return None
@@ -176,16 +178,16 @@ class Replay:
             raise _NotByPartsError
         return self._formula(item, index, root)
 
-    def _relevant(self, memory: int, time: int) -> tuple[list[tuple[int, Place]], bool]:
+    def _relevant(self, memory: int, time: int) -> tuple[list[tuple[int, StridedView]], bool]:
         """Return the writes to a memory before operation number `time` that no later write overwrites as a whole.
 
-        Each write is the number of its operation and the written place. The second result says whether the first of
+        Each write is the number of its operation and the written view. The second result says whether the first of
         these writes fills the whole memory.
         """
-        writes = [(index, place) for index, place in self._writes.get(memory, ()) if index < time]
+        writes = [(index, view) for index, view in self._writes.get(memory, ()) if index < time]
         for number in range(len(writes) - 1, -1, -1):
-            index, place = writes[number]
-            if self.record.operations[index].overwrites and place.has_all(self.record.numels[memory]):
+            index, view = writes[number]
+            if self.record.operations[index].overwrites and view.has_all(self.record.numels[memory]):
                 return writes[number:], True
         return writes, False
 
@@ -224,12 +226,12 @@ class Replay:
             return operand if isinstance(operand, torch.Tensor) else self._value(operand, box, before)
 
         values = iter([value_of(operand) for operand in applied.operands])
-        args = [next(values) if isinstance(item, Place) else item for item in applied.operation.args]
+        args = [next(values) if isinstance(item, StridedView) else item for item in applied.operation.args]
         return applied.operation.target(*args, **applied.operation.kwargs)
 
-    def _tensor(self, place: Place, time: int) -> torch.Tensor:
-        """Return the whole tensor at a place, as it is before operation number `time`."""
-        return _at(place, self._memory(place.memory, time))
+    def _tensor(self, view: StridedView, time: int) -> torch.Tensor:
+        """Return the whole tensor of a view, as it is before operation number `time`."""
+        return _at(view, self._memory(view.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:
         """Return the whole of a memory, as a flat tensor, as it is before operation number `time`."""
@@ -241,17 +243,17 @@ class Replay:
             dtype = writes[0][1].dtype
             flat = torch.empty(self.record.numels[memory], dtype=dtype, device=self.seed.device)
         else:
-            flat = self._begun(memory, is_written=bool(writes))
+            flat = self._before_first_write(memory, is_written=bool(writes))
         for index, _ in writes:
             self._run(self.record.operations[index], index, {memory: flat})
         self._wholes[memory, count] = flat
         return flat
 
-    def _begun(self, memory: int, *, is_written: bool) -> torch.Tensor:
+    def _before_first_write(self, memory: int, *, is_written: bool) -> torch.Tensor:
         """Return the whole of a memory before its first write, as a flat tensor; a copy if it will be written."""
-        if memory in self._births:
+        if memory in self._creations:
             if (memory, 0) not in self._wholes:
-                self._bear(self._births[memory][0])
+                self._run_creating(self._creations[memory][0])
             found = self._wholes[memory, 0]
         elif memory == self.record.seed:
             return self.seed.reshape(1)
@@ -261,23 +263,23 @@ class Replay:
             found = self.record.constants[memory]
         return found.clone() if is_written else found
 
-    def _bear(self, index: int) -> None:
+    def _run_creating(self, index: int) -> None:
         """Run operation number `index`, which creates memories, and keep their whole values in `_wholes`."""
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
-            (place,) = operation.results
-            assert place is not None, "drawn numbers have memory of their own"
-            whole = torch.empty(place.shape, dtype=place.dtype, device=self.seed.device)
-            for piece in _cut(Box.whole(place.shape)):
+            (view,) = operation.results
+            assert view is not None, "drawn numbers have memory of their own"
+            whole = torch.empty(view.shape, dtype=view.dtype, device=self.seed.device)
+            for piece in _cut(Box.whole(view.shape)):
                 piece.of(whole).copy_(self._value(_Drawn(operation), piece, whole))
-            self._wholes[place.memory, 0] = whole.view(-1)
+            self._wholes[view.memory, 0] = whole.view(-1)
             return
         made = [leaf for leaf in pytree.tree_leaves(self._run(operation, index, {})) if isinstance(leaf, torch.Tensor)]
-        for place, value in zip(operation.results, made, strict=True):
-            if place is not None:
-                flat = torch.empty(self.record.numels[place.memory], dtype=place.dtype, device=value.device)
-                _at(place, flat).copy_(value)
-                self._wholes[place.memory, 0] = flat
+        for view, value in zip(operation.results, made, strict=True):
+            if view is not None:
+                flat = torch.empty(self.record.numels[view.memory], dtype=view.dtype, device=value.device)
+                _at(view, flat).copy_(value)
+                self._wholes[view.memory, 0] = flat
 
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
         """Run an operation, of number `index`, on whole tensors, and return its results.
@@ -286,20 +288,20 @@ class Replay:
         memory, it writes to a copy.
         """
 
-        def tensor_of(place: Place) -> torch.Tensor:
-            if place.memory in own:
-                return _at(place, own[place.memory])
-            if any(place.memory == written.memory for written in operation.written):
-                return _at(place, self._memory(place.memory, index).clone())
-            return self._tensor(place, index)
+        def tensor_of(view: StridedView) -> torch.Tensor:
+            if view.memory in own:
+                return _at(view, own[view.memory])
+            if any(view.memory == written.memory for written in operation.written):
+                return _at(view, self._memory(view.memory, index).clone())
+            return self._tensor(view, index)
 
-        args, kwargs = pytree.tree_map_only(Place, tensor_of, (operation.args, dict(operation.kwargs)))
+        args, kwargs = pytree.tree_map_only(StridedView, tensor_of, (operation.args, dict(operation.kwargs)))
         return operation.target(*args, **kwargs)
 
 
-def _at(place: Place, flat: torch.Tensor) -> torch.Tensor:
-    typed = flat if flat.dtype == place.dtype else flat.view(place.dtype)
-    return typed.as_strided(place.shape, place.stride, place.offset)
+def _at(view: StridedView, flat: torch.Tensor) -> torch.Tensor:
+    typed = flat if flat.dtype == view.dtype else flat.view(view.dtype)
+    return typed.as_strided(view.shape, view.stride, view.offset)
 
 
 def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:

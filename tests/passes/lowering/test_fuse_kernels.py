@@ -359,6 +359,6 @@ def test_every_form_has_the_kernels_results() -> None:
     """A form has one result for each result of its kernel, from variables that are arguments or free."""
     for kernel in FUSED:
         for form in kernel.forms:
-            known = set(kernel.parameters) | set(form.free)
+            known = set(kernel.parameters) | set(form.derived_variables)
             assert set(form.variables) <= known
             assert set(form.constants(torch.empty(2, 3, 4, 6))) == set(kernel.parameters) - set(form.variables)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autoshard.ir.repeat import Repeat, names_alike
+from autoshard.ir.repeat import Repeat, names_represented_by
 
 
 @dataclass(frozen=True, slots=True)
-class BroughtBack:
+class RestoredNode:
     """A node of the forward, and the place in the backward where its value returns.
 
     Args:
@@ -23,13 +23,13 @@ class BroughtBack:
     module: str
 
 
-def by_module(nodes: Iterable[BroughtBack], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
+def by_module(nodes: Iterable[RestoredNode], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
     """Return a dict from the path of each module to the names of its nodes.
 
     A left-out block gets the names of the nodes in the block that stands for it.
     """
     found: dict[str, tuple[str, ...]] = {}
     for node in nodes:
-        for module in names_alike(repeats, node.module):
+        for module in names_represented_by(repeats, node.module):
             found[module] = (*found.get(module, ()), node.name)
     return found
