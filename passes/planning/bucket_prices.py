@@ -195,7 +195,7 @@ def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
     """Return the seconds that bucket prices save on each reshard of a link, [tail's options, head's options]."""
     prices = planning.prices
     value, sources, targets = _ends(planning, link)
-    key = (_saved, price.hidden, value.shape, value.itemsize, sources, targets)
+    key = (_saved, price.piece_bytes, price.hidden, value.shape, value.itemsize, sources, targets)
     if key not in prices.derived:
         alone = _alone(planning, link)
         within = reshard_costs(sources, targets, value.shape, planning.space.mesh, value.itemsize, price)
