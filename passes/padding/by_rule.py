@@ -151,13 +151,13 @@ class _Ruled:
 
     def _is_absorbed(self, labels: frozenset[Label]) -> bool:
         """Whether elements in the padding of these reduced parts add nothing to the clean part of the results."""
-        return self._is_zero(CLEAN, labels) or self._is_filled(labels)
+        return self._is_zero(labels) or self._is_filled(labels)
 
-    def _is_zero(self, region: Region, labels: frozenset[Label], result: int = 0) -> bool:
-        """Whether the addends that a region of a result gets from the padding of these reduced parts are all zero."""
+    def _is_zero(self, labels: frozenset[Label]) -> bool:
+        """Whether the addends that the clean result gets from the padding of these reduced parts are all zero."""
         if any(self.bound.reduce.get(factor) is not Reduction.SUM for factor, _ in labels):
             return False
-        found = self._operands(result, region, labels)
+        found = self._operands(0, CLEAN, labels)
         groups = [group - self.bound.added for group in self.bound.linear]
         return any(
             group

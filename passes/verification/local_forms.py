@@ -86,12 +86,10 @@ class LocalForm:
     """The calls that a definition emits.
 
     Args:
-        operands: number of operands.
         lines: the calls, in order.
         results: for each result its place, or the call that selects the result from a tuple.
     """
 
-    operands: int
     lines: Sequence[Line]
     results: Sequence[int | Line]
 
@@ -217,11 +215,11 @@ class CallForms:
         made = emit_local(node.target, args, kwargs, self.rule, strategy, self.mesh, shapes, tracer=recording)
         lines = tuple(recording.lines)
         if isinstance(node.meta["val"], torch.Tensor):
-            return LocalForm(len(strategy.inputs), lines, [place_of(made)])
+            return LocalForm(lines, [place_of(made)])
         places = [place_of(made[index]) for index, value in enumerate(values) if value is not None]
         known = len(strategy.inputs) + len(lines)
         results = [place if place < known else recording.lines[place - known + len(lines)] for place in places]
-        return LocalForm(len(strategy.inputs), lines, results)
+        return LocalForm(lines, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +308,7 @@ class LocalForms:
                 reached.append(place_of(node))
 
         emit_reshard(recording.operands[0], steps, tuple(value.shape), self.mesh, dtype=value.dtype, on_node=on_node)
-        return LocalForm(1, tuple(recording.lines[: reached[0]]), reached[:1])
+        return LocalForm(tuple(recording.lines[: reached[0]]), reached[:1])
 
 
 def without_single_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -57,7 +57,7 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
     price = Products.price
 
     def counted(products: Products, kernel: LayerKernel, *others: Any, **named: Any) -> Busy:
-        priced.append(kernel.name)
+        priced.append(kernel.operator)
         return price(products, kernel, *others, **named)
 
     monkeypatch.setattr(Products, "price", counted)
