@@ -78,7 +78,7 @@ def compile(
         loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last
             positional arguments of a call.
         plan: a plan for calls that train, or the path of a saved plan; compile then searches nothing. If the plan is
-            for another mesh, the search starts there and finds a plan at least as fast as the given one here.
+            for another mesh, the search starts from it, and finds a plan at least as fast on this mesh.
         recipe: search within this `Recipe`; fields that are None are searched. On a mesh with an axis "pipeline",
             `schedule` and `virtual_stages` say how stages run. A `plan` contains these fields already.
         constraints: specs that values must have, by name: {"*.weight": P("data", None)}. A name is a qualified name,
@@ -177,12 +177,13 @@ def plan(
         constraints: see `compile`. With `global_batch` on a cluster, also values of fields of `Recipe`:
             {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
         memory_budget: see `compile`; with a `recipe`, the memory that the recipe must fit in.
-        precision: see `compile`, which takes the precision from the plan. A model whose parameters have this type
-            already computes in its own types, and so does a model without parameters.
+        precision: see `compile`, which takes the precision from the plan. If the parameters already have this type,
+            or the model has no parameters, the model computes in its own types.
         previous: an earlier plan of this model, for another cluster, batch or budget. The search starts from this plan.
             The result is at least as fast as the earlier plan here, if the earlier plan fits. With `global_batch`, the
-            search starts at the plan's recipe, or at the best recipe with the same axes for a micro-batch. Without, the
-            search starts at the plan's specs; on another mesh the plan's recomputation is left out.
+            search starts at the plan's recipe. If this recipe does not fit, the search starts at the best recipe that
+            splits a micro-batch in the same way. Without `global_batch`, the search starts at the plan's specs; on
+            another mesh the plan's recomputation is left out.
         backend: the kernels that the prediction assumes; see `compile`. "triton": our kernels, listed in
             `predicted.kernels`; needs a mesh of this machine's GPUs. "inductor": predicted as if Inductor fused the
             operators that our generated kernels fuse. Other backends: predicted operator by operator.
@@ -242,8 +243,8 @@ def price(
 ) -> Plan:
     """Price a training step under a recipe in another framework; run nothing.
 
-    The model is traced once for given shapes; further recipes are arithmetic. The recipe fixes the specs of parameters,
-    inputs and values between blocks, and the other specs follow by propagation.
+    The model is traced once for given shapes; later calls with other recipes trace nothing. The recipe fixes the specs
+    of parameters, inputs and values between blocks, and the other specs follow by propagation.
 
     Args:
         model: any module, also on the meta device. A float32 model is priced in `precision`, as in `plan`. The blocks

@@ -159,7 +159,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int | None) -> None:
-    """Raise `NotAvailableError` if another framework is named without `recipe` or `global_batch`."""
+    """Raise `NotAvailableError` if another framework is named, and neither `recipe` nor `global_batch` is given."""
     if runtime is not None and recipe is None and global_batch is None:
         raise NotAvailableError(
             f"runtime={runtime!r} is a framework that runs a recipe. Pass recipe=Recipe(...) too, or global_batch= "
@@ -182,7 +182,7 @@ def checked_budget(memory_budget: Any) -> int | None:
 
 
 def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
-    """Raise `NotAvailableError` for a time or a batch out of range."""
+    """Raise `NotAvailableError` if `time_budget_s` is below 0, or `global_batch` below 1."""
     if not (_is_number(time_budget_s) and time_budget_s >= 0):
         raise NotAvailableError(f"time_budget_s={time_budget_s!r} must be a number of seconds, at least 0.")
     if global_batch is not None and not (_is_whole(global_batch) and global_batch >= 1):

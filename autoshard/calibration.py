@@ -25,8 +25,9 @@ from cost_models.kernel_samples import KernelSample
 ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
 ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
 TOKENS, EXPERTS, CHOSEN = (64, 1024), (8, 256, 512), 2
-"""Sizes of the sampled experts layers. `EXPERTS` is number of experts, hidden size and intermediate size; each token
-chooses `CHOSEN` experts.
+"""Sizes of the sampled experts layers. `TOKENS` has the numbers of tokens, one sample for each.
+
+`EXPERTS` is number of experts, hidden size and intermediate size. Each token chooses `CHOSEN` experts.
 """
 
 

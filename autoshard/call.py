@@ -53,7 +53,7 @@ class Options:
             first.
         check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
             comparison covers program, mode, hyperparameters, inputs and parameters; see docs/reference/running.md.
-        timeout_s: seconds to wait for another process that neither calls nor compiles; then all others raise an error.
+        timeout_s: seconds to wait for a process that neither calls nor compiles; then all other processes raise.
         outputs: "all" outputs of the model; or "loss", the first floating scalar among the outputs. With "loss" nothing
             is computed or kept for the other outputs. A `TrainStep` needs the loss alone.
         gather_outputs: return whole outputs, except outputs in `constraints`. By default, with processes, an output
@@ -90,7 +90,7 @@ class Call:
         model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: the given values.
         target: the mesh or the cluster.
         example_inputs: arguments of an example call, or None.
-        fixed: the plan to use.
+        fixed: the plan to run or prove; None: search a plan.
         constraints: specs by name; with `global_batch`, also values of fields of `Recipe`.
         memory_budget: bytes, or None.
         precision: the given name.

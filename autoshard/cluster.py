@@ -98,7 +98,7 @@ class Cluster(PricedCluster):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file of `save` or `autoshard calibrate`; `UnknownHardwareError` for other files."""
+        """Read a cluster file of `save` or `autoshard calibrate`; raise `UnknownHardwareError` for other files."""
         with _errors_of_ours():
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)

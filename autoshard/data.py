@@ -43,7 +43,7 @@ class RankSampler(Sampler[int]):
         global_batch: samples of a batch on all ranks.
         pieces: number of equal pieces of each micro-batch.
         index: number of this rank's piece.
-        micro_batches: equal parts of a batch, run one after another by a step. This rank has rows in every part.
+        micro_batches: number of equal parts of a batch, run one after another. This rank has rows in every part.
         shuffle: draw each epoch in another random order, the same on all ranks.
         seed: seed of the random order.
         layout: placement of this rank's rows for `whole`; None if this rank has the whole batch.
@@ -118,7 +118,7 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     """Return a sampler of the rows that this rank needs by the plan of `sharded`.
 
     The rows of all ranks together are the batch that one device would load. If the plan splits inputs by another dim
-    than the first, or splits the inputs differently, each rank loads all rows.
+    than the first, or two inputs have different splits, each rank loads all rows.
 
     Args:
         dataset: a dataset for `torch.utils.data.DataLoader`, with a length.
@@ -199,7 +199,7 @@ def _batch_of(slots: list[LocalSlot]) -> int:
 def _axes_of(slots: list[LocalSlot], batch: int, mesh: Mesh) -> tuple[str, ...]:
     """Return the axes that split dim 0 of every input.
 
-    Empty if the inputs are split differently, the split is uneven, or DTensor cannot have the axes in this order.
+    Empty if two inputs have different splits, a split is uneven, or DTensor cannot have the axes in this order.
     """
     found = {item.spec.axes_of(0) for item in slots}
     axes = next(iter(found)) if len(found) == 1 else ()

@@ -62,11 +62,11 @@ class Calibration:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Name of each measurement that the fit predicts to its predicted time divided by its measured time."""
+        """Name of a measurement to predicted time / measured time, for all measurements that the fit predicts."""
         return {name: exp(residual) for name, residual in self.residuals.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as TOML; each source line carries the median absolute residual."""
+        """Write the cluster as a TOML file. The source of each number names the median absolute residual of the fit."""
         typical = statistics.median(abs(value) for value in self.residuals.values())
         source = f"calibrate() on this machine, {self.cluster.size} ranks at once; median |log residual| {typical:.3f}"
         self.cluster.save(path, source=source, date=self.date)
@@ -75,11 +75,11 @@ class Calibration:
 CollectiveCalls = Callable[[torch.Tensor, torch.Tensor, distributed.ProcessGroup], Mapping[str, Callable[[], object]]]
 """A function that takes a whole tensor [n], a rank's part of it [n / ranks], and a group.
 
-It returns, by the names of `COLLECTIVES`, functions that run a collective once and wait for it.
+It returns a mapping from each name in `COLLECTIVES` to a function that runs this collective once and waits for it.
 """
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the next measurement, the number of finished measurements, and the total number."""
+"""A function that takes the next measurement's name, the number of finished measurements, and the total number."""
 
 
 def calibrate(
@@ -96,8 +96,8 @@ def calibrate(
     Args:
         name: name of the node type in the result.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
-        budget_s: rough limit of the timed runs; each measurement gets its share and runs at least twice.
-        kernels: further operator calls to measure on a CPU, in at least one size each.
+        budget_s: seconds, a rough limit of all timed runs. Each measurement gets a share, and runs at least twice.
+        kernels: further operator calls to measure on a CPU; one operator may have calls of several sizes.
         collectives: functions that run collectives; default: PyTorch's functional collectives.
         on_progress: called before each measurement, e.g. to draw a progress bar.
 
@@ -120,7 +120,7 @@ def calibrate(
 def pooled(passes: Sequence[Calibration], *, kernels: Sequence[KernelSample] = ()) -> Calibration:
     """Return one calibration from the means of several calibrations of a machine, all made with the same `kernels`.
 
-    A shared machine changes its speed by the minute. Calibrations between the steps of a run see the run's speed.
+    A shared machine changes its speed by the minute. So calibrate several times between the steps of a run.
     """
     first = passes[0].cluster
     measured = {name: statistics.mean(each.measured_s[name] for each in passes) for name in passes[0].measured_s}
@@ -159,7 +159,10 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Return the mean seconds of an action that runs back to back for `share_s` seconds, at least twice, once warm."""
+    """Return the mean seconds of an action that runs back to back, for `share_s` seconds and at least twice.
+
+    One run comes before, untimed, to warm up.
+    """
     action()
     _synchronize()
     if distributed.is_initialized():
@@ -178,7 +181,7 @@ def _synchronize() -> None:
 
 
 def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the measurements of one rank by name. Each is a function that returns another, which runs it once."""
+    """Return, by name, functions that prepare a measurement of one rank and return a function that runs it once."""
     place = _place()
     actions: dict[str, Callable[[], Callable[[], object]]] = {}
     for dtype, kind in DTYPES.items():
@@ -200,7 +203,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes to measure: all for f32, the smallest for f16 on a CPU, else the third alone.
+    """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, otherwise the third.
 
     A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
     """
@@ -231,9 +234,9 @@ def _group_sizes(ranks: int) -> list[int]:
 def _measure_collectives(
     groups: Sequence[tuple[int, int]], ranks: int, calls: CollectiveCalls, budget_s: float, note: _Note
 ) -> dict[str, float]:
-    """Return the seconds of all collectives for pairs of group size and bytes, by name ("all_reduce.8.4096").
+    """Return the seconds of each collective, by its name, group size and bytes ("all_reduce.8.4096").
 
-    Groups of the same size run at the same time.
+    `groups` has the pairs (group size, bytes) to measure. Groups of the same size run at the same time.
     """
     measured: dict[str, float] = {}
     for size in dict.fromkeys(size for size, _ in groups):
@@ -247,7 +250,7 @@ def _measure_collectives(
 
 
 def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
-    """Return this rank's process group, if all ranks are cut into groups of `size` neighbours."""
+    """Cut all ranks into groups of `size` neighbours; return the process group that this rank belongs to."""
     blocks = [list(range(first, first + size)) for first in range(0, ranks, size)]
     group = distributed.group.WORLD if size == ranks else distributed.new_subgroups_by_enumeration(blocks)[0]
     assert isinstance(group, distributed.ProcessGroup)
@@ -307,7 +310,7 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Return the seconds of one turn: for each number of `PRODUCTS`, so many products run, and then `then`.
+    """Return the seconds of one turn. For each number n in `PRODUCTS`, `product` runs n times, and `then` runs once.
 
     All ranks begin the turn together.
     """
@@ -389,8 +392,8 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """Fit a link. A phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
     1. The smallest collectives of two group sizes give start and latency. With one group size, the latency is zero.
-    2. The large collectives give bandwidth: bytes over the time beyond start and latency (at least a tenth of it all).
-    3. The phases of a reduce-scatter are the median of its time divided by the time of one phase.
+    2. The large collectives give bandwidth: bytes over the time without start and latency (at least a tenth of all).
+    3. The phases of a reduce-scatter are the median of its measured time over the fitted time of one phase, at least 1.
     """
     if ranks == 1:
         return Link(1e12, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -430,9 +433,10 @@ def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...
 
 
 def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
-    """Return the x >= 0 of least |rows @ x - 1|^2 among solutions on subsets of columns `used`; other entries are 0.
+    """Return the x >= 0 that minimises |rows @ x - 1|^2. Entries of x outside the columns `used` are 0.
 
-    Columns are scaled first, so that the least squares are well conditioned.
+    Least squares are solved for each subset of `used`, with scaled columns for good conditioning. The best solution
+    without a negative entry counts.
     """
     matrix = torch.tensor(rows, dtype=torch.float64)
     scale = matrix.abs().amax(0).clamp_min(1e-300)

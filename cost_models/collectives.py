@@ -109,22 +109,22 @@ def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float
 
 
 def _distinct(places: int, draws: float) -> float:
-    """Expected number of distinct places, divided by `draws`, that so many independent draws hit.
+    """Expected number of distinct places that `draws` independent draws hit, divided by `draws`.
 
-    The number of distinct places is places * (1 - (1 - 1/places)^draws).
+    All `places` are equally likely, so the draws hit places * (1 - (1 - 1/places)^draws) distinct places.
     """
     return places * (1 - (1 - 1 / places) ** draws) / draws
 
 
 def point_to_point_time(message_bytes: float, link: Link) -> float:
-    """Seconds to send `message_bytes` over one link: start + latency + bytes / bandwidth; one hop fills at once."""
+    """Seconds to send `message_bytes` over one link: start + latency + bytes / bandwidth. A single hop has no ramp."""
     _check(message_bytes)
     found = [each.intra for each in _variants(GroupLinks(2, 2, 1, link, None)) if each.intra is not None]
     return min(each.start_s + each.latency_s + message_bytes / each.reached_bytes_per_s for each in found)
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a collective by a measurement of the group's link; 0 without a measurement, and for one rank."""
+    """Seconds of a collective, as measured on the group's link; 0 without a measurement, and for one rank."""
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
@@ -224,7 +224,7 @@ def _direct(carried_bytes: float, link: Link | None) -> float:
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Seconds for bytes that leave each node once, over all its cards in use, and each pod once."""
+    """Seconds to send bytes once out of each node, over all its cards in use, and at the same time out of each pod."""
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
@@ -261,7 +261,7 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
 
 
 def _start(group: GroupLinks) -> float:
-    """Seconds of start of one phase: those of the link in use that starts most slowly."""
+    """Seconds of start of one phase: the longest start among the links in use."""
     return max(link.start_s for link in group.links)
 
 

@@ -71,14 +71,14 @@ class HardwareFile:
         return constant.value
 
     def count(self, path: str, unit: str) -> int:
-        """Return the constant at a dotted path, which must be a whole number of `unit`. Raises HardwareFileError."""
+        """Return the constant at a dotted path as an int. Raises HardwareFileError as `number`, or for a fraction."""
         value = self.number(path, unit)
         if value != int(value):
             raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a whole number of {unit} is needed.")
         return int(value)
 
     def family(self, prefix: str, unit: str) -> dict[str, float]:
-        """Return all constants under a table, without its prefix: {"bf16": ..., "f32": ...} for `peak_flops`."""
+        """Return the constants of the table `prefix` by name: {"bf16": ..., "f32": ...} for "peak_flops"."""
         keys = [path for path in self.constants if path.startswith(prefix + ".")]
         return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
 

@@ -96,10 +96,10 @@ def _named(part: str, tensor: TensorInfo) -> list[tuple[str, int]]:
 
 
 def _pair_product(left: str, right: str, needed: set[str], extents: Mapping[str, int]) -> MatmulShape:
-    """Return the product of two operands of an einsum, given by their indices.
+    """Return the product of two operands of an einsum, given the letters of their indices.
 
-    An index of both operands is a batch if a later operand or the result needs it; otherwise it is contracted. An index
-    of one operand is a row or a column.
+    An index of both operands is a batch if it is in `needed`, the indices of later operands and the result. Otherwise
+    it is contracted. An index of one operand is a row or a column. `extents` has the size of each index.
     """
     both = set(left) & set(right)
 
@@ -252,7 +252,7 @@ def _attention(
 ) -> Work:
     """Count attention. If ranks have pieces of causal queries, count the rank with the last piece.
 
-    All other ranks wait for this rank. On average, its queries see all keys but half as many as it has queries.
+    All other ranks wait for this rank. With K keys and Q queries on this rank, a query sees K - Q / 2 keys on average.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape

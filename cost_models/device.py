@@ -17,9 +17,10 @@ class MatmulCurve:
     Args:
         units: number of processors (SMs), each of which computes one tile at a time.
         tile_m, tile_n: rows and columns of the largest tile of the result.
-        tile_overhead_bytes: cost of a tile's fill and drain, as bytes by which each row of its operands would be
-            longer. A row has k * itemsize bytes.
-        tile_load_share: share that is not hidden of the additional loads of smaller tiles, which load more per FLOP.
+        tile_overhead_bytes: cost of a tile's fill and drain. The tile takes as long as if each row of its operands, of
+            k * itemsize bytes, were longer by this number of bytes.
+        tile_load_share: smaller tiles load more bytes per FLOP. This share of the additional loads prolongs the
+            product; the rest is hidden behind arithmetic.
         efficiency: dtype name to the fraction of peak reached in the limit of large sizes (power and issue limits).
         misaligned_slowdown: factor on the time of a 16 or 8 bit product if its rows do not start at multiples of 16
             bytes.
@@ -39,13 +40,13 @@ class AttentionCurve:
     """Efficiency of one direction (forward or backward) of a fused attention kernel on a device.
 
         time = flops / (peak * efficiency) * (1 + softmax_depth / depth) * (1 + idle_keys / keys)
+        idle_keys = overhead_keys, in causal attention overhead_keys + diagonal_keys
 
     Args:
         efficiency: fraction of peak in the limit of deep heads and long sequences.
         softmax_depth: head depth at which the exponentials of a block take as long as its products.
         overhead_keys: time of each query block's prologue and epilogue, as a number of keys that take as long.
-        diagonal_keys: time of the masked part of the blocks on the diagonal, likewise as keys; it is part of
-            `idle_keys` only in causal attention.
+        diagonal_keys: time of the masked part of the blocks on the diagonal, as a number of keys that take as long.
         block_queries: number of queries that one processor works on at a time.
     """
 
@@ -225,7 +226,7 @@ def _host_link(file: HardwareFile) -> HostLink | None:
 
 
 def _plain_attention_efficiency(file: HardwareFile) -> float:
-    """Return the file's own value, or the efficiency of the kernel in use. Only calls of unknown shape need it."""
+    """Return the file's own attention efficiency; without one, the forward efficiency of the kernel in use."""
     names = _kernel_names(file)
     if names and "attention_efficiency" not in file.constants:
         return _kernel(file, names[0]).forward.efficiency

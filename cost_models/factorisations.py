@@ -46,7 +46,10 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """Return the work of a blocked algorithm on a batch of matrices, which takes `columns / panel` sequential steps."""
+    """Return the work of a blocked algorithm on a batch of matrices, which takes `columns / panel` sequential steps.
+
+    The algorithm reads `extra_bytes` in addition to its operands.
+    """
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)

@@ -56,7 +56,7 @@ class NodeType:
         name: name in the data files, or a name that the caller chooses.
         device: the device of each rank.
         devices_per_node: number of devices in a complete node.
-        intra: the fabric in the node: the link of one device, over all its direct links together.
+        intra: the fabric in the node, as a link of one device: all direct links of the device together.
         inter: the network: one device's share of the node's network cards. None if nodes are not joined.
         wiring: links and network cards that devices share.
         host_memory_bytes: memory of the node's host, None if unknown.

@@ -115,9 +115,10 @@ _BACKWARD = ("tanh", "sigmoid", "silu", "gelu")
 
 
 def aten_samples(rows: Sequence[int] = ROWS) -> Iterator[KernelSample]:
-    """Yield operators that compute much for each byte, or read with strides, for each number in `rows`.
+    """Yield samples of operators that compute much for each byte, or read with strides.
 
-    Operands are float32 and have this number of rows of 768 elements.
+    Each operator has one sample for each number in `rows`. Operands are float32, with this number of rows of 768
+    elements.
     """
     aten = torch.ops.aten
     weight, bias = torch.ones(COLUMNS), torch.zeros(COLUMNS)

@@ -63,7 +63,7 @@ class StageTimes(NamedTuple):
         backward_input_s: the half of the backward that computes the gradient of the stage's input.
         backward_weight_s: the half of the backward that computes gradients of weights. A schedule without split
             backwards runs both halves, one after the other.
-        send_s: one transfer of the output to the next stage's rank, or of its gradient back; 0 on one rank.
+        send_s: one transfer of the output to the next stage, or of its gradient back; 0 if both stages share a rank.
         recompute_s: forward work that the backward repeats, before `backward_input_s`.
     """
 

@@ -72,7 +72,7 @@ def _register_recurrent(name: str) -> None:
         return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
 
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """Count the backward of these time steps.
+        """Count the backward of a layer's time steps, as counted by `forward`.
 
         For each weight, each time step has one product for the state's gradient. The weight's own gradient is one
         product over all time steps.
@@ -98,7 +98,10 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """Return the work of time steps that run one after the other; each product reads its weights again."""
+    """Return the work of `steps` time steps that run one after the other, with `launches` launches in each.
+
+    `products` are the products of all time steps. Each time step reads the weights of shapes `weights` again.
+    """
     flops = sum(product.flops for product in products)
     reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
     read, written = size_bytes(inputs) + reread, size_bytes(outputs)

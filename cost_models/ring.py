@@ -20,7 +20,7 @@ from cost_models.work import AttentionShape, Kind, TensorInfo, Work
 FORWARD, BACKWARD = "autoshard.ring_attention.default", "autoshard.ring_attention_backward.default"
 
 _CAUSAL, _LENGTHS, _PAIRED = -10, -3, -2
-"""Positions of these arguments, from the end."""
+"""Positions of is_causal, lengths and is_paired among the arguments, counted from the end."""
 
 _WIDE = 4
 """The least bytes of an element in the accumulation type. An element of float64 has 8."""

@@ -85,7 +85,7 @@ class _Shape:
 
     @property
     def rounds(self) -> int:
-        """Groups of micro-batches that an interleaved schedule takes through the stages of a rank together."""
+        """Number of groups of micro-batches. An interleaved schedule runs one group through all stages of a rank."""
         return max(1, self.micro_batches // self.ranks)
 
     @property
@@ -138,8 +138,9 @@ def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> in
 
 
 def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return how many micro-batches show a schedule's steady state twice after its warm-up, if it has one.
+    """Return the number of micro-batches after which a schedule's steady state has occurred twice.
 
+    If the schedule has no steady state, the number has no meaning.
     The numbers were found by experiment. Interleaved schedules with one stage on each of two or three ranks need some
     more micro-batches.
     """
@@ -160,7 +161,7 @@ def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages
     """Return, for each rank, the most micro-batches that are between their forward and their backward at once.
 
     A micro-batch counts once for each stage of the rank. The numbers are counted in the schedule's rows. If the steady
-    state repeats, two rounds, or twice as many micro-batches as ranks, are enough to fill all ranks.
+    state repeats, a shorter step is counted: two rounds, and at least twice as many micro-batches as ranks.
 
     Example:
         >>> most_in_flight("1F1B", 4, 8), most_in_flight("ZBVZeroBubble", 4, 8, 2)
@@ -228,7 +229,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows. Each W comes `rank` backwards after its I, and the remaining W come last."""
+    """Return a rank's rows. Each W runs after `rank` further I have run since its own I; the remaining W run last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -239,9 +240,9 @@ def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
 
 
 def _warm_up(shape: _Shape, virtual_stages: int | Rows, rank: int | Rows, per_hop: int) -> Rows:
-    """Return the number of forwards before the first backward of an interleaved schedule.
+    """Return the number of forwards on a rank before its first backward, in an interleaved schedule.
 
-    `virtual_stages` and `rank` may be arrays.
+    Each rank has `per_hop` more forwards than the next rank. `virtual_stages` and `rank` may be arrays.
     """
     last_rank = (virtual_stages - 1) * shape.round_size
     return np.minimum(last_rank + per_hop * (shape.ranks - 1 - rank), virtual_stages * shape.micro_batches)
@@ -308,7 +309,10 @@ class _Counting:
 
 
 def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
-    """Return a rank's rows: the paper's order of at least 2p - 1 micro-batches, without surplus micro-batches."""
+    """Return a rank's rows in the paper's order, which needs at least 2p - 1 micro-batches.
+
+    A shorter step takes the order of 2p - 1 micro-batches, without the actions of micro-batches that it does not have.
+    """
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     total = max(2 * p - 1, shape.micro_batches)
     made = _Counting()

@@ -29,7 +29,7 @@ class InStep:
 
 
 ALONE = InStep()
-"""The factors of one GPU and of CPUs, all one: their times are the same in a step, or were measured in steps."""
+"""All factors are 1, for one GPU and for CPUs. Their times are the same in a step, or were measured in steps."""
 
 
 @lru_cache(maxsize=1)

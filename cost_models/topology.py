@@ -131,7 +131,7 @@ class Wiring:
     """Links and network cards that the devices of a node share.
 
     Args:
-        layout: direct connections. The node's `intra` link is that of a device over all its direct links together.
+        layout: direct connections. The node's `intra` link counts all direct links of a device together.
         host: the host's bus, for pairs without a direct link; None if every pair has a direct link.
         devices_per_nic: number of devices that share one network card. A device that is alone on a node has the whole
             card.
@@ -355,7 +355,7 @@ def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring:
 
 
 def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
-    """Return the sets of places that a group's members have in their nodes, one set for each node."""
+    """Return the devices that a group has in each of its nodes, as indices in the node. Equal nodes count once."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(rank // per_node, []).append(rank % per_node)
@@ -367,7 +367,8 @@ def _spine(
 ) -> tuple[int, Link | None]:
     """Return the number of pods that a group spans, and a device's share of the uplink to the spine.
 
-    The share is None if the uplink is as wide as the pod's cards, or if the group lies in one pod.
+    The share is None if the uplink is as wide as the pod's cards, or if the group lies in one pod. If groups differ in
+    their members in each pod, each of the `touched` nodes of a group counts as a pod.
     """
     if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
         return 1, None

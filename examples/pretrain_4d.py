@@ -49,7 +49,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
-    """Your data: whole batches, the same on every rank. Here each word is the one before plus one of four numbers."""
+    """Your data: whole batches, the same on every rank. Here each word is the word before it plus 1, 2, 3 or 4."""
     random = torch.Generator().manual_seed(number)
     steps = torch.randint(1, 5, (BATCH, LENGTH), generator=random)
     words = (torch.randint(VOCABULARY, (BATCH, 1), generator=random) + steps.cumsum(1)) % VOCABULARY

@@ -30,7 +30,9 @@ import autoshard
 VOCABULARY = 256
 
 MEMORY_SHARE = 0.75
-"""If the fastest plan copies all parameters, the demo plans again within this share of its memory, and so must shard.
+"""If the fastest plan copies all parameters, the demo plans again within this share of that plan's memory.
+
+The new plan must then shard the parameters.
 """
 
 

@@ -81,7 +81,7 @@ def _settle(folder: Path, replaced: Path, name: Path) -> None:
 def commit(written: Path, step: int) -> Path:
     """Make a checkpoint complete: rename its folder `written` to `step-N`, and return the new path.
 
-    All files of the checkpoint are on the disk. An older checkpoint of the same step is deleted.
+    All files of the checkpoint must be on the disk already. An older checkpoint of the same step is deleted.
     """
     folder = written.parent
     name, replaced = folder / f"step-{step}", folder / f".step-{step}.replaced"

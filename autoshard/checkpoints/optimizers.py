@@ -37,7 +37,7 @@ class NamedOptimizer:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """Name the parameters of an optimizer as `model` does; others are named by number, such as `#3`."""
+        """Name the parameters of an optimizer as `model` does; parameters outside the model have names like `#3`."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         every = [item for group in optimizer.param_groups for item in group["params"]]
         parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}

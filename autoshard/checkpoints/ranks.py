@@ -1,8 +1,8 @@
 """The processes that save and load together. If one rank fails, every rank raises the same error.
 
-One rank may write for longer than another. So ranks first meet over a `ControlChannel`, and then communicate. On the
-channel, ranks wait for a rank that works. If a rank ended or hangs, they raise an error with its name after a time
-limit.
+One rank may write for longer than another rank. So ranks first meet over a `ControlChannel`, and then communicate. On
+the channel, ranks wait as long as a missing rank shows signs of life. If that rank ended or hangs, all ranks raise an
+error with its name after a time limit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ranks:
     def of(cls, model: nn.Module, timeout_s: float | None = None) -> Ranks:
         """Return the processes that run `model`: the ranks of its mesh, or all processes for a plain module.
 
-        All of these processes must call.
+        All of these processes must call `of`.
 
         Args:
             model: the model to save or load.

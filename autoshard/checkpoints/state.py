@@ -1,4 +1,4 @@
-"""`TrainingState`: the objects of a run that a checkpoint saves: model, optimizer, random numbers, step, and others."""
+"""`TrainingState`: all objects that a checkpoint saves, such as the model, optimizers and random states."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TrainingState:
         return places
 
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load what was read into the model, the optimizers, the other objects and the random number generators.
+        """Load states and tensors into the model, the optimizers and the user's objects, and set the random states.
 
         Args:
             rests: the stored state of each object without tensors, by keyword.
@@ -205,7 +205,7 @@ def mesh_of(step: Any) -> str:
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """Return the processes that run the model of `step`. All of them must call; `timeout_s` as for `Ranks.of`."""
+    """Return the processes that run the model of `step`, all of which must call; `timeout_s` as for `Ranks.of`."""
     return Ranks.of(model_of(step), timeout_s)
 
 

@@ -83,7 +83,10 @@ def _measure(budget_s: float) -> Calibration | None:
 
 
 def calibration_table(found: Calibration, path: Path) -> Table:
-    """Return a table of the measured times, each with the ratio of predicted to measured time on the fitted cluster."""
+    """Return a table of the measured times, each with the ratio of predicted to measured time on the fitted cluster.
+
+    The title of the table names `path`, the written file.
+    """
     title = f"{found.cluster.size} ranks of this machine, written to {path}"
     table = Table("measurement", "measured", "predicted / measured", title=title)
     for name, seconds in found.measured_s.items():

@@ -20,12 +20,12 @@ _LEAST_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operator on one line.
+    """One operator on one line of the user's code.
 
     Args:
         kind: "without rule", "replicated" or "inferred rule".
         item: the operator, its line and its time.
-        share: its share of the step's predicted time, including the resharding of its operands.
+        share: the operator's share of the step's predicted time, including the resharding of its operands.
     """
 
     kind: str

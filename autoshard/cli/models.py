@@ -214,7 +214,7 @@ def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
 
 
 def _needs_code(data: object) -> bool:
-    """Whether a config names custom code and transformers has no code of its own for its type."""
+    """Whether a config names custom code and transformers has no code for the config's `model_type`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return isinstance(data, dict) and bool(data.get("auto_map")) and data.get("model_type") not in CONFIG_MAPPING
@@ -224,7 +224,7 @@ _BUILT_IN: Mapping[str, Sequence[str | None]] = {
     "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
     "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
 }
-"""Implementations inside transformers.
+"""Name of a field of a config to its values for which transformers contains the code.
 
 Other implementations, such as flash attention, may be fetched from a repository.
 """

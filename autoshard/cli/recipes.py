@@ -74,7 +74,7 @@ def is_whole(text: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the fields in a JSON file."""
+    """Return the fields of a recipe in a JSON file, by name."""
     if not path.is_file():
         raise RecipeError(f"there is no file {path}, which --recipe names.")
     try:

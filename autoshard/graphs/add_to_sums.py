@@ -37,7 +37,7 @@ def add_to_sums(graph_module: fx.GraphModule, owned: Sequence[bool]) -> fx.Graph
 
 
 def adding(graph: fx.Graph, owned: Sequence[bool]) -> fx.Graph:
-    """Like `add_to_sums`, for an fx graph."""
+    """Return the copy of `graph` that adds to sums, as `add_to_sums` does for a graph module."""
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -30,7 +30,7 @@ METHODS: Mapping[Any, str] = MappingProxyType(
         _aten.view.default: "view",
     }
 )
-"""From an operator to the equal method of its first argument, a tensor."""
+"""Operator to the name of the method that computes the same; the method is that of the first argument, a tensor."""
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -65,7 +65,7 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.unsqueeze.default: torch.unsqueeze,
     }
 )
-"""From an operator to the equal function of torch."""
+"""Operator to the function of torch that computes the same."""
 
 
 def call_directly(graph_module: fx.GraphModule) -> None:

@@ -163,7 +163,7 @@ def _twin(name: str) -> torch._ops.OpOverload:
 
 
 def roots_of(value: fx.Node) -> set[fx.Node]:
-    """Return the nodes that own the memory of `value`: the values of which `value` may be a view of a view.
+    """Return the nodes that own the memory of `value`. `value` may be a view of them, directly or through other views.
 
     A value that is no view is its own root.
     """

@@ -16,15 +16,14 @@ class Outcome:
     """Cost of the best plan of some kind.
 
     Args:
-        fits: whether a plan of the kind fits the memory limit and the user's constraints. Otherwise all fields but
-            `smallest_bytes` are None.
+        fits: whether a plan of the kind fits the memory limit and the user's constraints. If no plan fits, only
+            `smallest_bytes` may be given.
         step_time_s: predicted seconds of a step.
         peak_memory_bytes: predicted peak memory of each rank.
         breakdown: seconds of each part of the step, by name.
-        hidden: seconds of hidden communication, by name.
+        hidden: seconds of hidden communication, by name ("hidden: communication over data").
         smallest_bytes: the smallest sufficient memory limit in bytes, where no plan fits for want of memory.
-        recipe: the best recipe where recipes are searched; without a fitting recipe, the recipe with the least memory.
-            Pass it to `autoshard.price`.
+        recipe: the recipe of the best plan, to pass to `autoshard.price`; None if the plan has no recipe.
     """
 
     fits: bool
@@ -119,7 +118,7 @@ class WhyNot:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Answer of `Plan.limits`: the time that more of each resource saves, found by planning with more of it.
+    """Answer of `Plan.limits`: the time that more memory or faster hardware saves, found by planning again.
 
     Args:
         chosen: the plan itself.
@@ -159,8 +158,8 @@ class Comparison:
         breakdown, memory_breakdown: parts of the step in seconds, and of the peak in bytes, by name; 0 for a plan
             without the part.
         hidden: seconds of hidden communication, by name.
-        parameters: specs of the parameters that differ; None for a plan without the parameter.
-        outputs: specs of the program's results that differ ("gradient w", "output output:0").
+        parameters: for each parameter whose spec differs, both specs; None for a plan without the parameter.
+        outputs: the same for the program's results, by kind and name ("gradient w", "output output:0").
         meshes: both meshes as text.
         tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
             have different batches.

@@ -165,7 +165,7 @@ def _piece(tensor: Tensor, dim: int, pieces: int, index: int, padding: float | i
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """One axis to undo: a reduction over the axis, or a dim to join and trim to `size`."""
+    """One axis whose split `unshard` undoes: a reduction over the axis, or a dim to join and trim to `size`."""
 
     axis: str
     reduction: Reduction | None = None
@@ -179,7 +179,10 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """Return a level for each dim's axes, major to minor, then for each partial axis. Undo the last level first."""
+    """Return a level for each axis that splits a dim, then for each partial axis. The last level is undone first.
+
+    Levels of one dim are major to minor.
+    """
     levels = []
     for dim, size in enumerate(shape):
         for axis in spec.axes_of(dim):
@@ -235,7 +238,7 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """`torch.equal`, which lacks a kernel for complex32."""
+    """Whether two tensors are equal. Complex32 is compared as pairs of reals, because `torch.equal` refuses it."""
     if left.dtype == torch.complex32:
         left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
     return torch.equal(left, right)
@@ -250,7 +253,10 @@ def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Non
 
 
 def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Elements of a dim of `size` that the rank at `place` holds, without padding."""
+    """Return the number of elements of a dim of `size` that a rank holds, without padding.
+
+    `axes` split the dim, and `place` is the rank's index along each axis.
+    """
     real = size
     for axis in axes:
         size = -(-size // mesh.axis_size(axis))
@@ -259,7 +265,10 @@ def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, i
 
 
 def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Elements of a dim that DTensor gives to the rank at `place`. Each axis chunks the unpadded size."""
+    """Return the number of elements of a dim that DTensor gives to a rank; arguments as for `_real_size`.
+
+    Each axis chunks the unpadded size.
+    """
     for axis in axes:
         full = -(-size // mesh.axis_size(axis))
         size = min(max(size - place[axis] * full, 0), full)

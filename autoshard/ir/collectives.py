@@ -26,7 +26,10 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether a node starts a collective that needs its operand until the wait. An all-reduce works on a copy."""
+    """Whether a node starts a collective that needs its operand until the wait.
+
+    False for an all-reduce, which works on a copy.
+    """
     return is_collective(node) and node.target is not ALL_REDUCE
 
 

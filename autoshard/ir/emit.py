@@ -64,7 +64,7 @@ def emit_reshard(
         The local tensor under the last step's target spec, padded and contiguous; `value` itself without steps.
 
     Raises:
-        ValueError: `dtype` is neither given nor known, or has no such reduction.
+        ValueError: `dtype` is neither given nor known, or does not support a reduction in `steps`.
     """
     emitter = _Emitter(mesh, tuple(shape), dtype or _dtype_of(value), on_node, [])
     real = [index for index, step in enumerate(steps) if step.axis_size > 1]

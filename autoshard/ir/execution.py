@@ -15,7 +15,7 @@ _OF_RECIPES = tuple(item.name for item in fields(Recipe))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution(Recipe):
-    """A complete recipe with all else that its price depends on. Fields without a value have plain defaults.
+    """A complete recipe, with the runtime and the settings that its price depends on. Each field has a default.
 
     Args:
         runtime: runtime that executes the recipe.
@@ -125,4 +125,4 @@ class Execution(Recipe):
 
 
 _PLAIN = {item.name: item.default for item in fields(Execution) if item.name in _OF_RECIPES}
-"""Values for the fields that recipes leave free."""
+"""Name of a field of `Recipe` to the plain value that replaces None."""

@@ -46,7 +46,7 @@ class Box:
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """Return the box's start and size in some dims only, for a tensor that has just these dims."""
+        """Return the box of a tensor that has only the dims `dims` of this box, in this order."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,9 +87,9 @@ class Place:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """Return the box that the elements cover in a contiguous tensor of `shape`, and the place's dims in the box.
+        """Return the box that the elements cover in a contiguous tensor of `shape`, and a tuple of dims.
 
-        The dims give for each dim of the place the dim of the box. None if the elements cover no box.
+        The tuple has, for each dim of the place, the matching dim of the box. None if the elements cover no box.
         """
         strides = contiguous_strides(shape)
         start, left = [], self.offset
@@ -123,7 +123,7 @@ class Operation:
     Args:
         target: the operator.
         args, kwargs: its arguments, with places for tensors.
-        results: for each tensor result, its place if the call made its memory, else None.
+        results: place of each tensor result; None for a result whose memory existed before the call.
         written: places that the call writes to.
     """
 
@@ -186,9 +186,9 @@ class Initialisation:
         return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
 
     def sources(self) -> dict[str, frozenset[str]]:
-        """Return for each weight the names of the weights whose earlier values it depends on.
+        """Return for each weight the names of the weights on whose values before initialisation it depends.
 
-        A weight that nothing writes depends on itself.
+        A weight that no operation writes depends on itself.
         """
         known = {place.memory: _MemorySource(place.shape, frozenset({name})) for name, place in self.begins.items()}
         for operation in self.operations:
@@ -206,11 +206,11 @@ class Initialisation:
 
 @dataclass(frozen=True, slots=True)
 class _MemorySource:
-    """The weights on whose earlier values a memory's present value depends.
+    """The weights on whose values before initialisation the present values of a memory depend.
 
     Args:
         shape: shape of the tensor that first had the memory.
-        sources: weights whose earlier values it depends on.
+        sources: names of these weights.
         boxes: boxes that were overwritten since the last write of the whole memory, each with its sources.
     """
 

@@ -18,8 +18,8 @@ class KernelUse:
         node: node of the traced program at whose place the kernel runs.
         stands_for: name of a replaced node of the traced program to the saved share of its time; 1.0 if the kernel
             replaces the whole call.
-        copies: replaced copies around collectives, as (value, reader, share of time saved). For a value that is a
-            result of the program, the reader is the value itself.
+        copies: replaced copies around collectives, as (name of the copied value's node, name of its reader's node,
+            saved share of the copy's time). A result of the program is its own reader.
         reads: names of the nodes whose values the kernel reads.
         time_s: seconds of the kernel on each rank.
         launches, memory_bytes: number of the kernel's launches, and bytes that they read and write, on each rank.
@@ -49,7 +49,7 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of a step and their savings, counted in computation on each rank.
+    """The kernels of a step, and their savings on each rank. Collectives are not counted.
 
     Args:
         uses: the kernels in running order, phase by phase.

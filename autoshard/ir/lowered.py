@@ -60,7 +60,7 @@ class BackwardHalves:
 
     Args:
         inputs: takes the backward's inputs; returns `backward_outputs` for other stages, then the inputs of `weights`.
-        weights: takes the results of `inputs` that are meant for it; returns the values carried into the update.
+        weights: takes the last results of `inputs`; returns the values carried into the update.
     """
 
     inputs: fx.GraphModule

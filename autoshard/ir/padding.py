@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Grown = Mapping[int, int]
-"""Dim of a result that grows with the padded inputs, to its unpadded size minus the inputs' unpadded length.
+"""From each dim of a result that grows with the padded inputs, to its unpadded size minus the inputs' unpadded length.
 
 The difference is usually 0; for predictions that are shifted by one place it is -1.
 """
@@ -17,7 +17,7 @@ class PaddingProof:
     """Whether padding provably reaches no result of a call.
 
     Args:
-        cuts: number of a result to its dims that grow with the padded inputs. These dims are cut back after a call.
+        cuts: index of a result to its dims that grow with the padded inputs. These dims are cut back after a call.
         as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
         reason: why padding may reach a result; empty if it provably does not.
     """

@@ -218,7 +218,7 @@ class Plan:
     def gap(self) -> float | None:
         """Relative gap to the proven bound, `1 - lower_bound / objective`; None without a bound.
 
-        The search minimises a sum of prices, which is a predicted step time only in the price of a recipe.
+        The objective is a sum of prices. It is a predicted step time only if the plan is the price of a recipe.
         """
         if self.lower_bound is None:
             return None

@@ -95,7 +95,7 @@ _OVER = "communication over "
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted cost of a plan, from a simulation of its step on one rank of each kind.
+    """Predicted cost of a plan, from a simulation of its step. Ranks with equal work are simulated once.
 
     Args:
         step_time_s: seconds of one step (forward and backward, and the update in plans of a whole training step).

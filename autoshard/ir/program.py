@@ -81,8 +81,8 @@ class OutputSlot:
     """One result: the name of its node, its kind, and a name.
 
     The name is "output:0" for an output, the parameter's name for a gradient, and "input:0" for the gradient of an
-    input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). `detached` outputs do not
-    require grad on one device either.
+    input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). A `detached`
+    output requires no grad in the user's model.
     """
 
     node: str
@@ -128,7 +128,7 @@ class Program:
         python: Python values that the model read and set during the trace.
         unreached: for each tangent, the slots that get no gradient (None, not zeros) in a backward from the tangent's
             output alone. Tangents and slots are given by name.
-        own_gradients: `torch.autograd.Function` classes in the model, whose gradients the authors wrote.
+        own_gradients: names of `torch.autograd.Function` classes in the model, whose gradients the authors wrote.
         kept: leaf index of an output to the module attribute ("router.aux_loss") in which the call stores the output. A
             call does not return these outputs.
     """

@@ -38,7 +38,7 @@ class Repeat:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """First blocks of four units: the two units ahead of the gap, and the two units behind the gap."""
+        """Numbers of the first blocks of four units: two units ahead of the gap, and two units behind the gap."""
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
@@ -65,7 +65,9 @@ class Repeat:
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """Return the first block of the unit that contains `path`, and the same place in the unit behind the gap.
+        """Return the number of the first block of the unit that contains `path`, and the path behind the gap.
+
+        The path behind the gap leads to the same place in the first unit behind the gap.
 
         None if the path is neither in a left-out unit nor in the unit behind the gap.
         """

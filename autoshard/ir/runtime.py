@@ -29,14 +29,14 @@ class Runtime:
         separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum (DeepSpeed's bf16 optimizer).
             Megatron-LM adds each product to the sum at once.
         master_weights: the optimizer keeps parameters in float32.
-        narrow_copies: below ZeRO-3 the model holds a copy of these parameters in the type of its products, and ZeRO
-            shards the float32 originals. Otherwise each product casts its parameters.
+        narrow_copies: below ZeRO-3 the model holds a copy of float32 parameters in the type of its products, and ZeRO
+            shards the originals. Otherwise each product casts its parameters.
         overlap_gradients: gradients are reduced during the backward of the last micro-batch.
         overlap_parameters: ZeRO-1/2 gather the updated parameters during the next forward; ZeRO-3 gathers each block's
             parameters during the block before it.
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: messages between stages travel during computation.
-        overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
+        overlap_expert: expert all-to-alls of a micro-batch run beside the computation of another micro-batch.
         overlap_offload: activations go to the host and return beside computation; otherwise the step waits for them.
         merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
             (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
@@ -52,7 +52,7 @@ class Runtime:
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
         schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; () stands for all. A search
-            proposes no other schedule.
+            proposes only these schedules.
         zero_stages: ZeRO stages of the framework; `zero_in_pipelines`: ZeRO stages that work with a pipeline.
         offloads_in_pipelines: whether activations may go to the host with a pipeline.
 

@@ -10,7 +10,7 @@ the minor-most, since ranks hold contiguous pieces only then. So an axis may
 All partial axes of a spec have one reduction. Two reductions do not commute, so a spec that mixed them would have no
 defined value. A partial value changes its reduction only by being reduced.
 
-The graph depends only on the mesh, the rank of the tensor and the reductions, so one graph serves all shapes. Edge
+The graph depends only on the mesh, the number of dims and the reductions, so one graph serves all shapes. Edge
 weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958). It runs for all
 targets at once, vectorised over edges. It takes as many rounds as the longest shortest path has steps, about twice the
 number of axes.

@@ -26,7 +26,10 @@ _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """Return the name of an input or result whose value crosses stages, made from the name of the value's node."""
+    """Return the name of a slot whose value crosses stages, made from the name of the value's node.
+
+    `is_of_weights`: the value is computed from parameters alone.
+    """
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
 
@@ -93,7 +96,7 @@ class StagedProgram:
     """A training step, or a call without gradients, that stages run together.
 
     Args:
-        stages: in the order of the forward.
+        stages: programs of the stages, in the order of the forward.
         crossings: the values that cross stages.
         order: tasks of each pipeline rank in a step, in running order.
         results: name of each returned output ("output:0") to its stage; a training step returns only the loss.

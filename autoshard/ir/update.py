@@ -62,7 +62,7 @@ class Update:
 
         Args:
             other: the required update.
-            updated: parameters that the program updates. Parameters without a gradient do not restrict groups.
+            updated: names of the parameters that the program updates. Rules of all other parameters may differ.
         """
         if (self.optimizer, self.max_grad_norm) != (other.optimizer, other.max_grad_norm):
             return False

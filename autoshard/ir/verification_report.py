@@ -17,7 +17,7 @@ class VerificationReport:
     Args:
         mesh: the mesh of the plan, including its pipeline axis.
         nodes: number of nodes of the lowered program, all covered by the proof.
-        values: number of values of the traced program whose local form was derived.
+        values: number of values of the traced program that the proof finds among the values of the ranks.
         results: kind of result to the number of results that are proven to have the spec of their slot.
         collectives: name of a collective ("all_reduce over data") to the number of its calls.
         rules: operator to the number of traced calls whose proof rests on its sharding rule.

@@ -85,7 +85,7 @@ class Attribute:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """The attribute as the only attribute of its expression."""
+        """A tuple of this attribute alone, as for `NumberOperation.attributes`."""
         return (self,)
 
     def value(self) -> Any:
@@ -152,7 +152,7 @@ class Condition:
 
     @property
     def fixed(self) -> Attribute | None:
-        """The attribute whose value the outcome determines, or None."""
+        """The attribute whose value follows from the outcome, as for `str(x)`; None otherwise, as for `x > 2`."""
         match self.expression:
             case Attribute():
                 return self.expression
@@ -196,7 +196,8 @@ class Watch:
     def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Apply a function to watched numbers, and return a watched number.
 
-        The result is plain, and the operands are conditions, if it is no number or its expression is too large.
+        If the result is no number, or its expression is too large, return the plain result. The operands then become
+        conditions.
         """
         value = self._apply(function, operands)
         expression = NumberOperation(function, tuple(map(_expression_of, operands)))

@@ -129,8 +129,8 @@ def attention_composite(
 ) -> tuple[Tensor]:
     """Compute `attention_reference` with operators that torch can differentiate, and return `out` in a tuple.
 
-    It serves second derivatives, and masks that require a gradient. Dropout is done by `drop` if given. Otherwise
-    `autoshard::dropout` drops the same elements that `autoshard::attention` would drop.
+    The function serves second derivatives, and masks that require a gradient. `drop` maps the weights [B, H, S, T] to
+    weights after dropout. Without it, `autoshard::dropout` drops the same elements as `autoshard::attention`.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
@@ -262,7 +262,10 @@ def lying_as(like: Tensor, x: Tensor) -> Tensor:
 
 
 def claimed(q: Tensor, out: Tensor) -> Tensor:
-    """Return a kernel's row-major result `out` in the layout of `empty_results`. Copy it if `q` has another layout."""
+    """Return a kernel's row-major result `out` in the layout of `empty_results`.
+
+    The result is a copy only if `q` has the shape of `out` and is not row-major.
+    """
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
     return out if is_by_rows or q.shape != out.shape else lying_as(torch.empty_like(q), out)

@@ -1,8 +1,8 @@
 """`autoshard::checked`: return a copy of a value, after a check of another value has passed.
 
 A model may assert values (`torch._assert_async`), and torch's linear algebra may fail (`torch.linalg.cholesky` of a
-matrix that is not positive definite). On one device, both raise an error. A program has no calls without a result, so
-it computes the check within the copy of a value that the program returns.
+matrix that is not positive definite). On one device, both raise an error. Every call of a program needs a result. So
+the check is part of a call that copies one of the program's results.
 """
 
 from __future__ import annotations

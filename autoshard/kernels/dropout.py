@@ -1,4 +1,4 @@
-"""`autoshard::dropout`: dropout whose mask depends on an element's global index, so that every mesh drops the same.
+"""`autoshard::dropout`: dropout of the same elements on every mesh, because the mask follows the global index.
 
 Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (JMLR 2014), with the
 mask from Philox (`philox.py`). The backward draws the same mask again, so no mask is saved.

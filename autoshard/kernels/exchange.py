@@ -28,9 +28,10 @@ class Exchange:
 
     Args:
         tensors: the tensors to send. Dim 0 has their rows, first the rows for the first rank.
-        sent: for each rank, the number of rows of each tensor that it gets.
-        received: for each rank, the number of rows of each tensor that come from it.
-        is_awaited: whether the arrived tensors are complete. Otherwise the steps wait for them with `arrived`.
+        sent: for each rank, the number of rows to send to this rank. It is the same for every tensor.
+        received: for each rank, the number of rows that arrive from this rank, for every tensor.
+        is_awaited: whether the tensors have arrived when the generator gets them. Otherwise the generator calls
+            `arrived` to wait for them.
     """
 
     tensors: Sequence[Tensor]
@@ -42,8 +43,8 @@ class Exchange:
 Steps = Generator[Exchange, list[Tensor], Any]
 """A generator that yields exchanges and returns the operator's results.
 
-Each exchange is answered with a list of the arrived rows of each tensor, first the rows from the first rank. The steps
-own this list, so a tensor that they remove from it is freed.
+After each exchange, the generator receives a list with the arrived rows of each tensor. Rows from the first rank come
+first. Only the generator holds this list, so a tensor that it removes from the list is freed.
 """
 
 
@@ -77,7 +78,7 @@ def define_exchanging(
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for tensors that are in transit; tensors that have arrived stay as they are."""
+    """Wait until all tensors have arrived, and return the arrived tensors."""
     return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 
@@ -108,7 +109,7 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
     """Run the steps of all ranks of a group in this process, and return the results of each rank.
 
     Raises:
-        ValueError: a rank expects other numbers of rows than it is sent.
+        ValueError: a rank expects other numbers of rows than it is sent, or some ranks end before other ranks.
     """
     results: list[Any] = [None] * len(ranks)
     arrived: list[list[Tensor] | None] = [None] * len(ranks)

@@ -81,7 +81,10 @@ class Route:
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
     def take(self, pending: list[Tensor]) -> Tensor:
-        """Remove the first tensor from the list of tensors in transit, wait for it, and return its rows by expert."""
+        """Remove the first tensor in transit from the list `pending`, and wait for the tensor.
+
+        Return the tensor's rows, sorted by expert.
+        """
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
@@ -114,7 +117,8 @@ def _forward(
 ) -> Generator[Exchange, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
     """Run the forward on one rank: yield its exchanges, and return a tuple of results.
 
-    It has the weighted sums [T, H] and, with `keeps`, also the values that `exchanged_experts_keeping` returns.
+    The tuple has the weighted sums [T, H]. With `keeps`, it also has the other results of `exchanged_experts_keeping`.
+    `constants` are the last fields of `ExpertWeights`, from `activation` on.
     """
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
@@ -135,13 +139,19 @@ def _forward(
 
 
 def forward_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result."""
+    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result.
+
+    `arguments` are the operator's arguments, without the group.
+    """
     (out,) = yield from _forward(False, *arguments)
     return out
 
 
 def keeping_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results."""
+    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results.
+
+    `arguments` are the operator's arguments, without the group.
+    """
     return (yield from _forward(True, *arguments))
 
 
@@ -151,7 +161,7 @@ def backward_steps(
 ) -> Steps:  # fmt: skip
     """Run `exchanged_experts_backward` on one rank: yield its exchanges, and return its gradients.
 
-    It computes u while the results' gradients are in transit.
+    The rank computes u while the results' gradients are in transit. `constants` are those of `_forward`.
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
@@ -170,7 +180,7 @@ def kept_backward_steps(
 ) -> Steps:  # fmt: skip
     """Run `exchanged_experts_kept_backward` on one rank: yield its exchanges, and return its gradients.
 
-    It computes the gate while the results' gradients are in transit.
+    The rank computes the gate while the results' gradients are in transit. `constants` are those of `_forward`.
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)

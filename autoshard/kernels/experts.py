@@ -72,9 +72,10 @@ class ExpertGroups:
         return out
 
     def gradients(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left^T right over the rows of each expert, [E, M, N]. The rows are left [R, M] and right [R, N].
+        """Return the matrix product left^T right of each expert's rows, [E, M, N].
 
-        With the operands of `products` and the gradient of its result, this is the gradient of the matrices.
+        `left` [R, M] and `right` [R, N] have sorted rows. If `left` has the rows given to `products`, and `right` the
+        gradient of the products, the result is the gradient of the matrices.
         """
         if _is_grouped(left, right):
             return F.grouped_mm(left.mT, right, offs=self.ends)
@@ -109,8 +110,8 @@ def _is_aligned(operand: Tensor) -> bool:
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
     """Sort rows by expert.
 
-    On a CPU, rows without an expert are left out. On other devices they stay, because the host would wait for the
-    device to count them.
+    On a CPU, rows without an expert are left out. On other devices these rows stay. Otherwise the host would wait for
+    the device to count the rows.
 
     Args:
         ids: [R], the expert of each row. A number outside 0 .. experts - 1 stands for no expert.

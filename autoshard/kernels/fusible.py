@@ -70,7 +70,7 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with functions of ATen operators in place of semantic operators, where that helps.
+    """Return a copy of a graph with functions of ATen operators in place of semantic operators (the module's table).
 
     Before → after: `autoshard.native_attention(...)` → a call of the Python function that implements the operator.
     """
@@ -85,6 +85,9 @@ def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_one_call(node: fx.Node) -> bool:
-    """Whether a node is no attention with dropout, which would be traced into a call for each block of queries."""
+    """Whether the function of a node's operator computes the whole operator at once.
+
+    Attention with dropout is the exception: its function has calls for each block of queries.
+    """
     place = _DROPOUT_P.get(node.target)  # type: ignore[arg-type]
     return place is None or bool(node.args[place] == 0.0)

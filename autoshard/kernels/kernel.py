@@ -48,7 +48,7 @@ class Kernel:
     Args:
         operator: the operator that the kernel may replace.
         replacement: an operator with the same arguments and results that runs the kernel. A pass only changes the
-            target of a node. Results may have wider dtypes: statistics are float32 where those of ATen have 16 bits.
+            target of a node. Results may have wider dtypes: statistics are float32 where ATen's have 16 bits.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason in
             one sentence. It ignores the device, because plans for a GPU are made without one.
         specimens: example compilations for tests and cost models.
@@ -66,16 +66,16 @@ class Form:
 
     A pass searches a graph for these calls and replaces them by the kernel. Tests use the calls as the reference.
 
-    The operator that computes the first result depends on nothing but the result's dtype. So the search can discard
-    most calls before it traces `compose` for their shapes.
+    The dtype of the first result determines the operator that computes this result. So the search can discard most
+    calls before it traces `compose` for their shapes.
 
     Args:
         compose: `compose(like, *variables)` returns a tuple of results, or the only result. `like` is a tensor with the
             first result's shape, dtype and device. The variables have the names of the kernel's arguments. None stands
             for a result that this form lacks. Then no call may read this result.
         constants: maps `like` to the kernel's arguments that are not variables, by name.
-        free: from a variable of `compose` that the kernel does not take to a function that computes the variable from
-            the kernel's arguments by name.
+        free: a function for each variable of `compose` that is no argument of the kernel, by the variable's name. The
+            function takes a dict of the kernel's arguments by name, and returns the variable's value.
         dims: the number of dims of the first result, or None for any number above 0.
     """
 

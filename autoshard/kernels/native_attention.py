@@ -53,13 +53,13 @@ from autoshard.kernels.library import accumulation_dtype, define
 aten = torch.ops.aten
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Most scores, or elements of a bias, in a block of queries: 16 MiB of float32."""
+"""Greatest number of scores, or of elements of a bias, in a block of queries: 16 MiB of float32."""
 _LARGEST_FLASH_HEAD = 256
 """Largest head size of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
 _LARGEST_CUDNN_HEAD, _FIRST_CUDNN = 128, 91500
 """Largest head size of cuDNN's kernels, backward included, and the version from which torch prefers them."""
 HEAD_STEP = 8
-"""Head sizes of the fused kernels for CUDA are multiples of this."""
+"""Head sizes of the fused kernels for CUDA are multiples of this number."""
 _ROW_STEP, _MASK_STEP = 32, 16
 """Multiples that the memory-efficient kernel needs: of rows in a log-sum-exp, and of columns in a bias."""
 
@@ -88,7 +88,7 @@ class _AttentionCall:
         rows: positions of the queries.
         keys: positions of the keys and values.
         is_causal: whether query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`.
-        bias: numbers to add to the scores.
+        bias: [B or 1, H or 1, rows, keys], added to the scores, or None.
     """
 
     rows: range
@@ -248,9 +248,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _AttentionCall, scale: float
 def _parts(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
 ) -> Iterator[tuple[range, Sequence[_AttentionCall]]]:
-    """Yield blocks of queries in order, each with the calls that compute it.
+    """Yield the positions of each block of queries, in order, with the calls that compute the block.
 
-    Queries that attend to no key have no calls. The results of several calls are merged.
+    Queries that attend to no key have no calls. If a block has several calls, their results are merged.
     """
     shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
     if mask is not None:
@@ -269,7 +269,7 @@ def _parts(
 
 
 def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
-    """Return the bias of a block of queries, which is added to the scores.
+    """Return the bias of a block of queries, [B or 1, H or 1, rows, T], which is added to the scores.
 
     Args:
         mask: the whole mask, bool or float.

@@ -143,7 +143,10 @@ def native_split_cross_entropy_backward(
 
 
 def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
-    """Write zeros into the ignored rows of `result`, which may hold any values, even infinities, and return it."""
+    """Write zeros into the rows of `result` where `is_left_out` is True, and return `result`.
+
+    Before, these rows may hold any values, even infinities.
+    """
     if result.is_cpu:
         return result.index_fill_(0, is_left_out.nonzero().squeeze(1), 0.0)
     return result.masked_fill_(is_left_out.unsqueeze(1), 0.0)  # does not wait for the device to count rows

@@ -43,7 +43,7 @@ once. The plain loop rounds after each of a dozen operators. In bfloat16, the pl
 place from the exact update."""
 
 _SCALED_AT_ONCE = 1 << 26
-"""Most bytes of parameters in a call with scaled gradients, unless the call has only one parameter."""
+"""Greatest size of the parameters of a call with scaled gradients, in bytes. A larger parameter has its own call."""
 
 
 def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, maximize: bool) -> None:
@@ -267,8 +267,8 @@ def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flag
     Args:
         name: the functional operator's name, such as "adam_update".
         in_place: the function that updates lists of tensors, such as `adam_`.
-        state: names of the state tensors. The operators take the parameter, the gradient, then the state, and write
-            all but the gradient.
+        state: names of the state tensors. The operators take the parameter, the gradient, then the state. The
+            functional operator returns the new parameter and state, and the other operators overwrite them.
         flags: names of the bool arguments.
     """
     tensors = ["param", "grad", *state]

@@ -100,7 +100,10 @@ def _heads_second(x: Tensor) -> Tensor:
 
 
 def _options(q: Tensor, k: Tensor, is_causal: bool, window: int, scale: float) -> tuple[Any, ...]:
-    """Return the arguments of `attention_reference` after q, k and v for one sequence, first the window's mask."""
+    """Return the arguments that follow q, k and v in a call of `attention_reference` for one sequence.
+
+    The first is the window's mask, or None without a window.
+    """
     queries, keys = q.shape[2], k.shape[2]
     place = torch.arange(keys - queries, keys, device=q.device)[:, None]
     mask = place - torch.arange(keys, device=q.device) < window if window > 0 else None

@@ -51,7 +51,10 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Draw Poisson numbers by PTRS for the elements where `wanted` is True. Variables are named as in the paper."""
+    """Return Poisson numbers drawn by PTRS where `wanted` is True, and NaN elsewhere.
+
+    `blocks` maps the number of an attempt to random words. Variables are named as in the paper.
+    """
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
     inverse_alpha, v_r = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2.0)
@@ -87,9 +90,10 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """Draw binomial numbers by BTRS for the elements where `wanted` is True. Variables are named as in the paper.
+    """Return binomial numbers drawn by BTRS where `wanted` is True, and NaN elsewhere.
 
-    Factorials use the logarithm of the gamma function.
+    `n` has the numbers of trials, and `q` the probabilities of success. `blocks` maps the number of an attempt to
+    random words. Variables are named as in the paper. Factorials use the logarithm of the gamma function.
     """
     spread = torch.sqrt(n * q * (1.0 - q))
     b = 1.15 + 2.53 * spread
@@ -112,7 +116,7 @@ def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) 
 def gamma_reference(
     shape: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return a gamma number of rate 1 for each shape parameter, in its dtype. It is 0 if the parameter is 0.
+    """Return a gamma number of rate 1 for each shape parameter, in the dtype of `shape`. Parameter 0 gives 0.
 
     Args:
         shape: the shape parameters of the distribution: a shard of a global array.

@@ -194,7 +194,10 @@ def came(pending: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *constants: Any) -> Steps:
-    """Run `ring_attention` on one rank: yield its exchanges, and return result and log-sum-exp of its queries."""
+    """Run `ring_attention` on one rank: yield its exchanges, and return result and log-sum-exp of its queries.
+
+    `constants` are the fields of `Ring`, in order.
+    """
     ring, dtype = Ring(*constants), q.dtype
     out, lse = empty_results(q, v)
     out, lse = out.to(accumulation_dtype(dtype)).zero_(), lse.fill_(-math.inf)
@@ -219,7 +222,10 @@ def backward_steps(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     seed: Tensor | None, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """Run `ring_attention_backward` on one rank: yield its exchanges, and return the gradients of its q, k and v."""
+    """Run `ring_attention_backward` on one rank: yield its exchanges, and return the gradients of its q, k and v.
+
+    `constants` are the fields of `Ring`, in order.
+    """
     ring = Ring(*constants)
     if ring.is_paired:
         grad_out, q, k, v, out, lse = yield from ring.to_pairs(grad_out, q, k, v, out, lse)

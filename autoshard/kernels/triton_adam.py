@@ -35,7 +35,10 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
-    """Return pointers to elements `element` of a tensor of Triton type TYPE. addresses_ptr [] has its address."""
+    """Return pointers to the elements of a tensor at the indices `element`.
+
+    The tensor has the Triton type TYPE. addresses_ptr [] points to the tensor's address.
+    """
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
 

@@ -87,9 +87,9 @@ def softmax_into(x: Tensor, out: Tensor) -> None:
 
 
 def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
-    """Write the gradient of the softmax's input into `grad`. `out` is the softmax, and `grad_out` its gradient.
+    """Write the gradient of the softmax's input into `grad`. `out` is the softmax, and `grad_out` is its gradient.
 
-    All three are [rows, columns], with stride 1 along columns.
+    All three tensors are [rows, columns], with stride 1 along columns.
     """
     rows, columns = out.shape
     tile = row_tile(columns)

@@ -97,8 +97,8 @@ class Tuner:
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
         """Return block sizes and warps for a launch.
 
-        They are remembered, or read from the store, or measured now. If no measurement is possible, they are
-        `heuristic`, the default.
+        The tuner remembers its choices. For a new key, it reads the choice from the store, or else measures candidates.
+        If no measurement is possible, return `heuristic`, the default.
         """
         if launch.is_interpreted and self.timer is None:
             return heuristic

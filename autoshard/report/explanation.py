@@ -111,7 +111,7 @@ def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
 
 
 def _cells(item: Outcome, chosen: Outcome) -> list[str]:
-    """Return step time, difference to the chosen plan's step time, peak memory, and the parts that differ most."""
+    """Return the cells of a row: step time, difference to the chosen plan's, peak memory, parts that differ most."""
     if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
         return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
     if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
@@ -126,7 +126,7 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
 
 
 def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
-    """Return the two largest differences between parts as text: `communication over data +1.2 ms`."""
+    """Return a text of the two parts whose seconds differ most from `others`: `communication over data +1.2 ms`."""
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)

@@ -141,7 +141,9 @@ def lanes(trace: Trace) -> tuple[Lane, ...]:
 
 
 def works(trace: Trace) -> tuple[Piece, ...]:
-    """Return the legend of a pipeline's lanes: the colour of forwards, backwards and halves of backwards.
+    """Return the legend of a pipeline's lanes: a piece with name and colour for each kind of work in the timeline.
+
+    The kinds are forwards, backwards, and halves of backwards.
 
     Example:
         >>> trace = Trace.of(["rank 0"], [(0, "compute", "0F0", 0.0, 1.0), (0, "compute", "0B0", 1.0, 3.0)])
@@ -162,7 +164,13 @@ def _kind(span: TraceSpan) -> str:
 
 
 def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Iterable[Piece]:
-    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece, up to a visible width."""
+    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece, up to a visible width.
+
+    Args:
+        spans: the spans of the stream.
+        end: the end of the timeline in nanoseconds.
+        colours: kind of a span (`_kind`) to the number of its colour.
+    """
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):
         is_narrow = WIDTH * span.duration_ns / end < _NARROWEST
@@ -178,7 +186,7 @@ def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) ->
 
 
 def _piece(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Piece:
-    """Join consecutive spans into one piece, in the colour of the first."""
+    """Join consecutive spans into one piece, in the colour of the first span; see `_pieces`."""
     start = spans[0].start_ns
     busy = sum(span.duration_ns for span in spans)
     last = spans[-1].start_ns + spans[-1].duration_ns

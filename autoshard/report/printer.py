@@ -97,7 +97,10 @@ _WORK = {
 
 
 def _work_of(axis: str, plan: Plan) -> str:
-    """Return the work of an axis in words: on inputs, and on each part of the parameters from a twentieth on."""
+    """Return the work of an axis in words: on inputs, and on parameters, by layout.
+
+    Layouts of fewer than `_TOLD` of all parameters are left out.
+    """
     first = plan.stages[0] if plan.stages else plan
     if axis not in first.mesh.axis_names:
         return f"carries {len(plan.stages)} stages"
@@ -116,7 +119,7 @@ def _work_of(axis: str, plan: Plan) -> str:
 
 
 def _kinds(item: ParameterPlan) -> dict[str, str]:
-    """Return a dict from an axis to the kind of a parameter's layout over it ("ZeRO-3"). Axes left out hold copies."""
+    """Return a dict from an axis to the kind of a parameter's layout ("ZeRO-3"). All other axes hold copies."""
     if not item.layout:
         return dict.fromkeys(item.spec.sharded_axes, "split")
     parts = (part.partition(" over ") for part in item.layout.split("; "))
@@ -214,7 +217,7 @@ def _offload(plan: Plan) -> str:
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
-    """Return number and modules of nodes, the bytes saved and the time spent."""
+    """Return a text of the number and the modules of the nodes, the bytes saved and the time spent."""
     saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
     modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
     return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"

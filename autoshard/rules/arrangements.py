@@ -97,7 +97,7 @@ def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Seque
 def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
     """Return the rule of `put`. With `accumulate`, the result is linear in the target and the source together.
 
-    Maxima pass only through the target, because a maximum of sums is not a sum of maxima.
+    Then partial maxima and minima pass only through the target, because a maximum of sums is not a sum of maxima.
     """
     target = all_blocked(x.dim())
     whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
@@ -153,7 +153,9 @@ def masked_index_put(
 def _places(
     x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Dims, ...], Dims] | None:
-    """Return the dims of the operands (tensor, mask, then indices) and the dims of the result, one for each place.
+    """Return the dims of the operands (tensor, mask, then indices) and the dims of the selected elements.
+
+    Mask and indices broadcast to the shape of the selected elements, whose dims have one factor each.
 
     Return None if some dim of the tensor has no index.
     """

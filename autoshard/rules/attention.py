@@ -2,8 +2,8 @@
 
 Batch, heads and queries are independent, so ranks may split them. A group of query heads shares a key head, so heads
 are split by key heads first. The masks of dropout and causality follow the global index, so a piece needs its offset in
-the matrix of probabilities. If queries are split, there are two ways for keys and values. Each rank has all of them. Or
-the same axis splits them, and they go round its ranks (`autoshard.kernels.ring_attention`).
+the matrix of probabilities. If queries are split, either each rank has all keys and values, or the same axis splits
+them. In the latter case, keys and values go round the ranks of the axis (`autoshard.kernels.ring_attention`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
     """Whether each rank of a causal ring can take an early and a late block of the sequence (`is_paired`).
 
-    It can if queries and keys are the same tokens, 2 n blocks divide the sequence, and there is no dropout.
+    Four conditions: the ring is causal, queries and keys are the same tokens, 2 n divides the number of tokens, and
+    there is no dropout.
     """
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")
@@ -153,7 +154,7 @@ def cpu_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> Rule | None:  # fmt: skip
-    """Return the rule, which splits batch and heads. Only a model that calls this operator by name has it."""
+    """Return the rule, which splits batch and heads. Programs have the operator only if the model calls it by name."""
     if dropout_p or q.shape[1] != k.shape[1]:
         return None
     operands = (_Q, _K, _V, *_optional(attn_mask, None))

@@ -1,9 +1,9 @@
 """Makes the entries of `Rule.carries`: ways for partial maxima, minima, products and some sums to pass a call.
 
 A partial maximum passes an operator that never decreases. In an operator that never increases, it becomes a partial
-minimum. It may pass through one of several operands, while the other operands are whole. For operators such as `max`
-and `where`, all operands may be partial together. A partial product passes products and powers. Sums through linear
-operands are in `Rule.linear` instead.
+minimum. One of several operands may be a partial maximum or minimum, while the other operands are whole. For operators
+such as `max` and `where`, all operands may be partial together. A partial product passes products and powers. Sums
+through linear operands are in `Rule.linear` instead.
 
 Each *group* below is a collection of operand indices that are partial at the same time.
 """
@@ -27,14 +27,17 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 
 
 def increasing(*groups: Operands) -> list[Carry]:
-    """Return carries of maxima and of minima through each group of operands in which no result ever decreases."""
+    """Return carries of maxima and of minima through each group of operands.
+
+    No result may decrease when operands of the group increase.
+    """
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
 
 def decreasing(*groups: Operands) -> list[Carry]:
-    """Return carries through each group of operands in which the only result never increases.
+    """Return carries through each group of operands, in which maxima become minima and minima become maxima.
 
-    Partial maxima of the operands become partial minima of the result, and minima become maxima.
+    The call has one result, which may not increase when operands of the group increase.
     """
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 
@@ -42,7 +45,8 @@ def decreasing(*groups: Operands) -> list[Carry]:
 def scaled(scale: Any, operand: int) -> list[Carry]:
     """Return carries of maxima and minima through an operand that is multiplied by the number `scale`.
 
-    A zero or infinite scale has none, because zero times infinity is NaN.
+    The list is empty if the scale is complex. It is also empty if the scale is zero or infinite, because zero times
+    infinity is NaN.
     """
     if isinstance(scale, complex) or scale == 0 or math.isinf(scale):
         return []
@@ -52,8 +56,8 @@ def scaled(scale: Any, operand: int) -> list[Carry]:
 def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
     """Return carries of maxima and minima through one operand of a sum. `addends` are all operands of the sum.
 
-    Integers have none. A rank without elements has the smallest integer as its maximum, and adding a negative number to
-    it wraps round.
+    The list is empty for integers. A rank without elements has the smallest integer as its maximum, and the sum of this
+    integer and a negative number wraps round.
     """
     keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
     return increasing((operand,)) if keeps_order else []
@@ -83,9 +87,9 @@ def moving(*groups: Operands) -> list[Carry]:
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """Return the carries that the operands' dtypes allow.
+    """Return the carries that the dtypes of `operands` allow. A mapping has operands by index.
 
-    Carries of products through booleans, and carries through operands that are not given, are left out.
+    Carries of products through booleans, and carries through an operand that is not in `operands`, are left out.
     The registry later removes all carries of complex numbers except sums.
     """
     known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
@@ -101,7 +105,7 @@ def _can_await(operand: torch.Tensor | None, reduction: Reduction) -> bool:
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether addends that are converted from dtype `source` to `target` add up to the converted sum.
 
-    They do not if conversion rounds to integers or booleans, or if narrow integer addends may have wrapped round.
+    The sums differ if conversion rounds to integers or booleans, or if narrow integer addends may have wrapped round.
     """
     if source == target:
         return True
@@ -162,7 +166,7 @@ class LinearResult:
 
     Args:
         operands: indices of the operands that the result depends on.
-        linear: sets of operands in each of which the result is jointly linear.
+        linear: sets of operand indices. The result is jointly linear in the operands of each set.
     """
 
     operands: frozenset[int]
@@ -177,8 +181,8 @@ def linear_result(operands: Operands, *linear: Operands) -> LinearResult:
 def sums_by_result(results: Sequence[LinearResult]) -> list[Carry]:
     """Return carries of sums for a call with several results.
 
-    A carry has operands of which each result either depends on none, or is jointly linear in those it depends on. Only
-    the dependent results are partial.
+    A carry has a set of partial operands. A result is whole if it depends on no operand of the set. Every other result
+    is partial, and must be jointly linear in the operands of the set on which it depends.
     """
     sets = list(dict.fromkeys(group for result in results for group in result.linear))
     unions = dict.fromkeys(frozenset().union(*chosen) for chosen in _subsets(sets))

@@ -62,7 +62,7 @@ def _windows(
 def _operand_dims(windows: Sequence[HaloWindow], *, transposed: bool) -> tuple[Dims, Dims, Dims]:
     """Return the dims of the operand, the weight and the result.
 
-    Factors: n batch, g groups, i input channels of a group, o output channels of a group, and those of the windows.
+    Factors: n batch, g groups, i input channels of a group, o output channels of a group, and the factors of `windows`.
     """
     sides = (tuple(window.elements for window in windows), tuple(window.windows for window in windows))
     x_space, result_space = reversed(sides) if transposed else sides
@@ -149,7 +149,7 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Rule:  # fmt: skip
-    """Return the rule. The gradient of the bias is whole if input channels are split, because it does not need them."""
+    """Return the rule. The gradient of the bias does not depend on input channels, so a split leaves it whole."""
     windows = _windows(x, weight, stride, padding, dilation, transposed, output_padding)
     x_dims, weight_dims, result = _operand_dims(windows, transposed=transposed)
     gradients = (x_dims, weight_dims, (_OUT_CHANNELS,))

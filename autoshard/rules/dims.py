@@ -68,14 +68,14 @@ def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tupl
 
 
 def without(dims: Dims, removed: Collection[int], *, keepdim: bool = False) -> Dims:
-    """Return `dims` without the dims at the positions `removed`. With `keepdim`, these have size one instead."""
+    """Return `dims` without the dims at the positions `removed`. With `keepdim`, dims of size one replace them."""
     if keepdim:
         return tuple(ONE if position in removed else dim for position, dim in enumerate(dims))
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
 def with_blocked(dims: Dims, positions: Collection[int]) -> Dims:
-    """Return `dims` with dims that cannot be split at `positions`."""
+    """Return a copy of `dims` in which the dims at `positions` cannot be split."""
     return tuple(BLOCKED if position in positions else dim for position, dim in enumerate(dims))
 
 
@@ -98,7 +98,7 @@ def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def is_additive(*tensors: torch.Tensor) -> bool:
-    """Whether these tensors may be partial sums. All types but booleans may."""
+    """Whether these tensors may be partial sums. Booleans may not."""
     return all(tensor.dtype != torch.bool for tensor in tensors)
 
 
@@ -124,7 +124,7 @@ def moves(source: Dims, result: Dims, **options: object) -> Rule:
 
 
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
-    """Return the rule of an operator each of whose result elements is an element of some operand, or zero.
+    """Return the rule of an operator that joins its operands. A result element is an element of an operand, or zero.
 
     Partial maxima and minima pass through any subset of the operands. With more than six operands, they pass through
     one operand or through all operands.

@@ -225,7 +225,7 @@ class FxLocalContext:
         return ",".join(axes) if axes else None
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
-        """Emit calls that write `number` into the padding of `factor` in an operand's local value, and return it."""
+        """Emit calls that write `number` into the padding of `factor` in an operand, and return the filled value."""
         dims = self.rule.inputs[operand]
         dim, real = dims.index((factor,)), self.real_size(factor)
         kept = self.call(_aten.narrow.default, value, dim, 0, real)

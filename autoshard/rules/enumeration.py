@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The choice of an axis to split `factor`, and with it the factors `others` (`Rule.together`)."""
+    """The choice of an axis to split `factor`. The axis also splits the factors `others` (`Rule.together`)."""
 
     factor: str
     others: tuple[str, ...] = ()
@@ -156,7 +156,8 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
     """Whether each operand and each result has at most one kind of pending reduction over all axes.
 
-    A value that is a partial sum over one axis and a partial maximum over another would depend on their order.
+    A value that is a partial sum over one axis and a partial maximum over another axis would depend on the order of
+    the reductions.
     """
     for output in range(len(rule.outputs)):
         reductions = {carry.result(output) for carry in carried.values()} - {None}
@@ -197,12 +198,12 @@ def _result_spec(
 
 
 def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return those of `axes` that split `factor` and no other factor."""
+    """Return the axes among `axes` that split no other factor than `factor`."""
     return [axis for axis in axes if not any(axis in found for other, found in splits.items() if other != factor)]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether each factor in `Split.others` of some choice is split only by axes that also split another factor."""
+    """Whether each axis that splits a factor in `others` of some `Split` also splits another factor."""
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 

@@ -156,12 +156,12 @@ def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
 
 
 def within(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """Return a dict from the name of each factor s of the windows to its size, the stride. They cannot be split."""
+    """Return the size of each factor s of the windows, the stride, by the factor's name. No factor s can be split."""
     return {window.within: window.stride for window in windows if window.fits}
 
 
 def counted(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """Return the names of the factors o of the windows. They can only be split evenly."""
+    """Return the names of the factors o of the windows. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
@@ -258,7 +258,7 @@ def _swap(
     """Exchange strips of a piece with both neighbours, and return the strips from the left and the right neighbour.
 
     A rank without a neighbour on one side has `fill` there. An empty strip is None. One all-gather moves both strips.
-    They are thin, and other collectives would need other shapes at the ends of the dim.
+    Strips are thin, and other collectives would need other shapes at the ends of the dim.
 
     Args:
         context: the pieces of the rank.

@@ -35,7 +35,8 @@ def _window(
     Args:
         space: the number of spatial dims, which cannot be split.
         results: the number of results.
-        is_linear: whether the operator is linear in its first operand. Integers are rounded, so they are not.
+        is_linear: whether the operator is linear in its first operand. For integers the rule is not linear, because
+            results are rounded.
         carries: further partial values that pass.
     """
 
@@ -122,7 +123,7 @@ def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
 def _within_planes(space: int) -> dict[str, Fill]:
     """Return `Rule.padding` that fills a grid with 0, which is a valid position.
 
-    With NaN there, ATen's kernels would read anywhere in memory.
+    With NaN in the padding, ATen's kernels would read anywhere in memory.
     """
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 

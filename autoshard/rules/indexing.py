@@ -293,7 +293,7 @@ _REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
 }
 """From the name of a reduction to its `Rule.linear` and `Rule.carries`, for operands 0 (target) and 2 (source).
 
-Several elements of the source may meet at one place, so only partial values of the reduction itself pass through it.
+Several elements of the source may meet at one place. So a partial source must have the reduction's own kind.
 """
 
 
@@ -324,7 +324,7 @@ def _scattered(
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
     """Return the dims of operands and result of `scatter` and its relatives.
 
-    The written dim of `x` cannot be split. Index and source have the factor `i` there.
+    The written dim of `x` cannot be split. In this dim, index and source have the factor `i`.
     """
     if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
         return _whole(tensors(x, index, src))

@@ -392,10 +392,10 @@ def _result_dims(index: int, names: Mapping[FoundFactor, str], trials: Sequence[
 def _result_dim(
     index: int, dim: int, owner: tuple[FoundFactor, str] | None, trials: Sequence[Trial]
 ) -> tuple[str, ...]:
-    """Return the factors of a result dim.
+    """Return the factors of dim `dim` of result `index`. `owner` is the found factor along the dim, with its name.
 
-    They are the factor of `owner` if sizes agree, with a blocked minor factor `_` if the dim is a multiple of it. A dim
-    without an owner is blocked, or empty if its size is one in all trials.
+    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. A dim without an
+    owner is blocked, or has no factor if its size is one in all trials.
     """
     sizes = [trial.results[index].shape[dim] for trial in trials]
     if owner is None:

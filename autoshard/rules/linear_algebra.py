@@ -74,7 +74,7 @@ for _operands, _results, _linear, _operators in (
 def lu_unpack(
     lu: torch.Tensor, pivots: torch.Tensor, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> Rule | None:
-    """Return the rule, or None if not all results are requested, because the others are empty and have no batch dims.
+    """Return the rule, or None if not all results are requested. A result that is not requested has no batch dims.
 
     Partial sums do not pass, because the factors contain constant zeros and ones.
     """
@@ -102,7 +102,7 @@ def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Ru
 def lu_solve(
     lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
 ) -> Rule:
-    """Return the rule: right-hand sides may be split, the columns of `b`, or its rows for `left=False`.
+    """Return the rule: right-hand sides may be split. They are the columns of `b`, or the rows for `left=False`.
 
     Batches are only split evenly, because padding has no valid pivots.
     """
@@ -172,7 +172,7 @@ def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
 
 @sharding_rule(aten.searchsorted.Tensor)
 def searchsorted(sequence: torch.Tensor, x: torch.Tensor, *, sorter: torch.Tensor | None = None, **kwargs: Any) -> Rule:
-    """Return the rule. All rows share one sequence, or each row has its own, and then both are split together."""
+    """Return the rule. If each row of `x` has its own sequence, rows and sequences are split together."""
     dims = named(x.dim())
     of_sequence = (BLOCKED,) if sequence.dim() == 1 else (*dims[:-1], BLOCKED)
     operands = (of_sequence, dims) if sorter is None else (of_sequence, dims, of_sequence)

@@ -82,9 +82,9 @@ class LocalContext(Protocol):
         ...
 
     def group(self, *factors: str) -> str | None:
-        """Return the names of the axes that split all of `factors` at once, joined by commas, or None.
+        """Return the names of the axes that split all of `factors` at once, joined by commas, or None without axes.
 
-        They name the group of ranks along these axes.
+        The text names the group of ranks along these axes.
         """
         ...
 
@@ -102,9 +102,9 @@ class LocalContext(Protocol):
 
 
 def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
-    """Return the number of elements along `factors` in the whole divided by their number on each rank.
+    """Return how many times more elements along `factors` the whole has than a rank's padded piece.
 
-    The number on a rank includes padding.
+    Example: a whole of 10 elements and pieces of 4 give 2.5.
     """
     sizes = [(context.global_size(factor), context.local_size(factor)) for factor in factors]
     return math.prod(size / local for size, local in sizes if size != local)

@@ -124,7 +124,8 @@ def nll_loss(
 ) -> Rule | None:
     """Return the rule, or None for a single row.
 
-    A mean divides by the weight of all rows, so the rewrite reduces it. A sum is a partial sum if rows are split.
+    A mean is the sum of losses, divided by the total weight of all rows. The rewrite all-reduces both. With the
+    reduction "sum", the result is a partial sum if rows are split.
     """
     if x.dim() != 2:
         return None
@@ -291,8 +292,8 @@ def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -
 
 
 def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-    """Emit the operator on the rank's piece, divided by the number of elements in the whole over those in a piece.
+    """Emit the operator on the rank's piece, and multiply its result by the piece's share of all elements.
 
-    So the mean over a piece, or its gradient, becomes its share of the mean over the whole.
+    The sum of these products over all ranks is the mean over the whole. Gradients of a mean are scaled in the same way.
     """
     return context.call(aten.div.Scalar, context.default(*args, **kwargs), whole_to_piece(context, context.factors))

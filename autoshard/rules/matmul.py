@@ -119,7 +119,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.linalg_solve_triangular.default)
 def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any) -> Rule:
-    """Return the rule: batches and right-hand sides may be split, the columns of `b`, or its rows for `left=False`."""
+    """Return the rule: batches and right-hand sides may be split.
+
+    Right-hand sides are the columns of `b`, or the rows for `left=False`.
+    """
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
@@ -132,7 +135,7 @@ def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
     scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any, **kwargs: Any,
 ) -> Rule | None:  # fmt: skip
-    """Return the rule, or None for scales of blocks.
+    """Return the rule, or None if blocks of an operand have their own scales.
 
     Each operand has one scale, or one scale for each row of `a` and each column of `b`. Products are summed in a wider
     dtype than that of the operands. The contracted factor may be split unless the result is as narrow as the operands.
@@ -153,7 +156,7 @@ def scaled_mm(
 
 
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
-    """Return the dims of a scale, or None for scales of blocks.
+    """Return the dims of an operand's scales, or None if blocks of the operand have their own scales.
 
     A scale with one element has dims of size one. A scale with an element for each of `rows` has the dims `by_row`.
     """
@@ -214,4 +217,7 @@ def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *re
 _GROUPED = Rule(
     "s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped, padding={}, even=("s",)
 )
-"""The rule of a product of groups of rows with one matrix for each group: s rows, k and n the dims of a matrix."""
+"""The rule of a product of groups of rows with one matrix for each group.
+
+The factor s has the rows, and k and n are the dims of a matrix.
+"""

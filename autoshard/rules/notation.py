@@ -60,10 +60,10 @@ class Beside(StrEnum):
     """This operand must not be zero, because it divides the partial sum."""
 
     ANYTHING = "anything"
-    """This operand may have any value. The multiplier of the partial sum is bounded for all values, or independent."""
+    """This operand may have any value. The multiplier of the partial sum is bounded, or independent of this operand."""
 
     NEVER = "never"
-    """No value of this operand is safe: some finite numbers give infinite results, such as a singular matrix."""
+    """No partial sum may pass: finite values of this operand, such as a singular matrix, may give infinite results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +103,19 @@ class Rule:
         carries: further ways for partial values to pass, such as a maximum through a monotone operator.
         added: indices of operands that a result adds to a sum over a factor, such as the bias of `addmm`. If an axis
             splits the factor, these operands must be partial sums over the axis. Otherwise each rank would add them.
-        whole: from a factor to the indices of results that lack it and are whole even if it is split. Either they do
-            not depend on the factor, or the rewrite reduces over it (`context.all_reduce`).
-        exchanged: from a factor along which the rewrite communicates, although no result lacks it, to the least
-            number of elements in a rank's piece. Examples are a softmax over a split dim, and a halo exchange.
+        whole: from a factor to indices of results. They lack the factor, and are whole even if the factor is split.
+            Either they do not depend on the factor, or the rewrite reduces over it (`context.all_reduce`).
+        exchanged: from a factor to the least number of its elements in a rank's piece. The rewrite communicates along
+            the factor, although no result lacks it. Examples are a softmax over a split dim, and a halo exchange.
         together: groups of factors that one axis may split at the same time, such as tokens and experts. They share no
             operand dim. The rewrite communicates along the axis (`context.group`), and the results are not partial.
         blocked: factors that cannot be split, except within a group of `together`.
         sizes: sizes of factors that do not follow from shapes: all but one factor of each product.
         local: the rewrite that emits the local calls if some factor is split. Without a rewrite, each rank runs the
             operator unchanged on its local operands.
-        padding: from a factor to the fill values of its operands' padding, if the factor is split unevenly. It is for
-            factors that `autoshard.rules.padding` cannot decide. A rewrite that needs no fill values has `{}`. A call
-            with a rewrite but without this field is only split evenly.
+        padding: from a factor that may be split unevenly to the fill value of padding, in all operands that have the
+            factor. The field is for factors that `autoshard.rules.padding` cannot decide. A rewrite that needs no fill
+            values has `{}`. A call with a rewrite but without this field is only split evenly.
         even: factors that may only be split evenly. `"*"` stands for all factors.
     """
 

@@ -177,7 +177,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return the carries if `x` is no integer. Products of integers wrap round, and their zero has no sign."""
+    """Return `carries`, or no carries for integers. Products of integers wrap round, and their zero has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 
@@ -214,7 +214,7 @@ def _scaled(x: torch.Tensor, other: Any, *, is_linear: bool) -> Rule:
 
 @sharding_rule(aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar)
 def scale_by_logarithm(x: torch.Tensor, other: Any) -> Rule:
-    """Return the rule, linear in `x` if the logarithm of the number, or of the number plus one, is finite."""
+    """Return the rule of x log(other) and x log(1 + other). It is linear in `x` if `other` is positive and finite."""
     return _rule([x], _in_first([x]) if are_finite(other) and other > 0 else ())
 
 
@@ -240,7 +240,7 @@ def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> 
 
 
 def _keeps_type(x: torch.Tensor, number: Any) -> bool:
-    """Whether arithmetic of `x` with a number keeps the dtype of `x`, in which integer sums wrap round as before."""
+    """Whether arithmetic of `x` with a number keeps the dtype of `x`, so that sums of integers wrap round as in `x`."""
     return x.is_floating_point() or x.is_complex() or isinstance(number, int)
 
 
@@ -250,9 +250,10 @@ def _is_finite(number: Any) -> bool:
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """Return the rule. Unless the number is 0, sums do not pass, because each rank would add the number.
+    """Return the rule of adding or subtracting the number `other`.
 
-    Maxima of integers do not pass, because the identity of a maximum would wrap round.
+    Sums pass only if the number is 0, because each rank would add the number. Maxima of integers do not pass, because
+    the identity of a maximum would wrap round.
     """
     if other == 0 and _keeps_type(x, other):
         return _rule([x], _in_first([x]), moving((0,)))
@@ -306,7 +307,11 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """Return the rule. Products pass for whole exponents, maxima for odd exponents, all reductions for exponent 1."""
+    """Return the rule.
+
+    Partial products pass for whole exponents except 0. Partial maxima and minima of floats pass for odd exponents above
+    0. All partial values pass for the exponent 1.
+    """
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1
@@ -350,9 +355,10 @@ def elu_backward(
 
 @sharding_rule(aten.softplus.default)
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
-    """Return the rule, increasing only for thresholds of at least 20.
+    """Return the rule. Maxima and minima pass only for thresholds of at least 20.
 
-    Above the threshold the result is `x`, which is less than the softplus. Only far from zero, rounding hides the step.
+    Above the threshold the result is `x`, which is less than the softplus, so the result steps down. From the threshold
+    20 on, rounding hides the step.
     """
     return _rule([x], (), _if(beta > 0 and threshold >= 20, increasing((0,))))
 

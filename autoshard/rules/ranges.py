@@ -336,9 +336,9 @@ def _exponential(_: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("sum cumsum")
 def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Return the range of a sum: from the number of addends times the least to the number times the greatest.
+    """Return the range of a sum of n addends: from n times the least to n times the greatest number of the operand.
 
-    The range also has the operand's own range, because a cumulative sum may have one addend.
+    The result includes the operand's own range, because a cumulative sum may have one addend.
     """
     operand = node.args[0]
     if not isinstance(operand, fx.Node):
@@ -352,7 +352,7 @@ def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 
 _OF_INTEGERS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.clamp.default, aten.clamp_min.default})
-"""Operators whose integer results have ranges from the table. Other integers have the range of their dtype."""
+"""Operators whose integer results have ranges from the table. Other integer results have the range of their dtype."""
 
 
 def _operand_ranges(node: fx.Node, ranges: Sequence[Range]) -> tuple[Range, Range]:
@@ -385,9 +385,9 @@ def _inverse(divisor: Range) -> Range:
 
 
 def _power(base: Range, exponent: float) -> Range:
-    """Return the range of `base` to a power, for the exponents 2, 0.5, -0.5, -1 and -2. Others have all numbers.
+    """Return the range of `base` to a power, for the exponents 2, 0.5, -0.5, -1 and -2.
 
-    The root of a negative number is NaN, which ranges ignore.
+    For other exponents, return the range of all numbers. The root of a negative number is NaN, which ranges ignore.
     """
     if exponent == 2:
         ends = [_times(bound, bound) for bound in (base.low, base.high)]

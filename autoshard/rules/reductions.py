@@ -54,7 +54,7 @@ def _reduction(
 
     Args:
         x: the operand.
-        dim: the reduced dims.
+        dim: the reduced dims. None stands for all dims.
         keepdim: whether the result has the reduced dims with size one.
         reduction: the reduction over the dims.
         is_linear: whether the operator is linear. Then padding is filled with zeros.
@@ -84,7 +84,7 @@ def _widened(x: torch.Tensor) -> torch.dtype:
 
 
 def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
-    """Return carries of other partial values than sums, if the result is the operand converted to `target`."""
+    """Return all carries but sums through an operand of dtype `source` that is only converted to `target`."""
     return moving((0,)) if source == target else through_conversion(source, target, 0)
 
 
@@ -120,7 +120,7 @@ def _split_inside(
 
 
 def _of_one(x: torch.Tensor, dim: DimList, results: int = 1) -> list[Carry]:
-    """Return carries into the first of `results` if all reduced dims have size one, so that it equals the operand."""
+    """Return carries into the first of `results` results if all reduced dims have size one, else an empty list."""
     if any(x.shape[position] != 1 for position in _positions(x, dim)):
         return []
     return meaningful([x], only_in(0, results, [*sums((0,)), *moving((0,))]))

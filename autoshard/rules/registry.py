@@ -77,7 +77,11 @@ def _is_name(operator: Any) -> bool:
 
 
 def checked_operator(operator: Any) -> OpOverload:
-    """Return the overload that traced programs have for `operator`. Raise `OperatorError` if there is no single one."""
+    """Return the overload that traced programs have for `operator`.
+
+    Raises:
+        OperatorError: `operator` is no operator, or a packet of several overloads.
+    """
     found = as_overload(operator)
     if not isinstance(found, OpOverload):
         name = getattr(operator, "__name__", "mm")
@@ -125,7 +129,7 @@ def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
 def inferred_operators() -> dict[str, tuple[str, ...]]:
     """Return a dict from the name of each operator with inferred rules to these rules as texts.
 
-    A plan that uses inferred rules is right only if the rules are.
+    A plan that uses inferred rules is right only if the rules are right.
     """
     return {str(operator): rules for operator, rules in _inferred.items()}
 
@@ -150,7 +154,7 @@ def bound_rule(
         operator: a `torch.ops` overload.
         args, kwargs: the call's arguments, with fake or meta tensors of global shape.
         outputs: the call's results, as fake or meta tensors. None entries of a tuple result are skipped.
-        ranges: possible numbers of each tensor operand. By default, all are finite and nonzero.
+        ranges: possible numbers of each tensor operand. By default, all operands are finite and nonzero.
     """
     function = find_rule(operator)
     rule = None if function is None else _rule_for_call(operator, function, args, kwargs)
@@ -211,7 +215,7 @@ def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
 
 
 def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Rule:
-    """Return the rule without other partial values of complex numbers than sums.
+    """Return the rule restricted so that complex numbers are partial only as sums.
 
     Complex numbers have no order, so they have no maxima. Collectives send them as pairs of real numbers, so they
     cannot compute complex products.

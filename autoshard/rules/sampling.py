@@ -97,7 +97,7 @@ class Sampler:
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
     def ties(self) -> list[Tie]:
-        """Find the smallest sets of dims whose size can be changed together. Dims of size one are left out."""
+        """Return the smallest sets of dims whose size can be changed together. Dims of size one are left out."""
         open_dims = [(i, dim) for i, x in enumerate(self.sample) for dim in range(x.dim()) if x.shape[dim] > 1]
         found: list[Tie] = []
         while open_dims:

@@ -72,7 +72,7 @@ def is_any_split(context: LocalContext, factors: Iterable[str]) -> bool:
 
 
 def converted(context: LocalContext, value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """Emit the conversion of a value from dtype `source` to `target`, and return it."""
+    """Emit the conversion of a value from dtype `source` to `target`, and return the converted value."""
     return value if source == target else context.call(aten._to_copy.default, value, dtype=target)
 
 
@@ -149,7 +149,10 @@ def moments(
 
 
 def without_padding(context: LocalContext, value: Any, factors: Iterable[str], operand: int = 0) -> Any:
-    """Emit zeros into the padding of `factors` in `value`, which has the dims of an operand, and return it."""
+    """Emit calls that write zeros into the padding of `factors` in `value`, and return the filled value.
+
+    `value` has the dims of operand number `operand`.
+    """
     for factor in factors:
         if context.global_size(factor) % context.shards(factor):
             value = context.fill(value, operand, factor, 0)
@@ -183,9 +186,9 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 
 
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
-    """Emit cumulative sums or products along a split dim, given those of the rank's own piece.
+    """Emit cumulative sums or products along a split dim, given the sums or products of the rank's own piece.
 
-    The total of all pieces before the rank's piece is added, or multiplied.
+    The total of all earlier pieces is added to the rank's sums, or multiplied with the rank's products.
 
     Args:
         context: the pieces of the rank.

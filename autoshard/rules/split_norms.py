@@ -38,14 +38,15 @@ def _count(x: torch.Tensor, ndim: int) -> int:
 def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
     """Return the dtype of ATen's mean and deviation.
 
-    On CPUs it is the operand's dtype, unless weights have another dtype. Otherwise it is float32 for 16-bit floats.
+    On CPUs it is the operand's dtype, unless a weight has another dtype. In all other cases, it is float32 for 16-bit
+    floats and the operand's dtype for wider floats.
     """
     is_mixed = any(weight.dtype != x.dtype for weight in tensors(*weights))
     return wide(x.dtype) if is_mixed or x.device.type != "cpu" else x.dtype
 
 
 def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """Return the dtype of a product of normalised elements, in the dtype of statistics, with the weights."""
+    """Return the dtype of a product of weights and normalised elements. The elements have at least 32 bits."""
     return reduce(torch.promote_types, (weight.dtype for weight in tensors(*weights)), wide(x.dtype))
 
 

@@ -3,9 +3,9 @@
 The node's forward runs the program's forward, and saves the tensors that its backward reads, as any operator of torch
 does. So torch notices an in-place change of a saved tensor. The backward frees each saved value after its last use.
 
-A tangent is the gradient of an output, which the backward takes as an input (the word of torch's AOTAutograd). A
-program has tangents only for the outputs that were the loss when it was traced. The node also saves its inputs. A
-backward from another output runs a second program from these inputs, forward and backward; it has a tangent for each
+A tangent is the gradient of an output, which the backward takes as an input (the word of torch's AOTAutograd). If a
+model returns losses, its program has tangents for the losses only. The node also saves its inputs. A backward from
+another output runs a second program from these inputs, forward and backward. The second program has a tangent for each
 output. The backward of a gradient (`create_graph=True`) does the same with a program that returns the gradients.
 """
 
@@ -95,10 +95,14 @@ class ProgramFunction(torch.autograd.Function):
 
 
 class GradientFunction(torch.autograd.Function):
-    """`apply(first, names, *tensors, *tangents)` computes the gradients of a call's node, differentiably.
+    """`apply(first, names, *tensors, *tangents)` returns the gradients of a call. Autograd can differentiate them.
 
-    `first` is the context of the call's node, `names` are the names of its tangents. `forward` sets
-    `first.gradient_names`, the names of the returned gradients.
+    Args:
+        first: the context of the call's `ProgramFunction`. `forward` sets `first.gradient_names`, the names of the
+            returned gradients.
+        names: the names of the tangents.
+        tensors: the inputs of the call, in the order of the program's input slots.
+        tangents: the gradients of outputs of the call, in the order of `names`.
     """
 
     @staticmethod
@@ -164,7 +168,7 @@ def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) ->
 def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the gradients that autograd needs, by the names of the inputs.
 
-    They come from the program's backward phase, or from a second program if the first lacks a tangent.
+    The gradients come from the program's backward phase, or from a second program if the first lacks a tangent.
     """
     executable, likes = ctx.call.executable, _wanted(ctx)
     if not tangents.keys() <= {slot.slot.name for slot in executable.tangents}:
@@ -209,7 +213,7 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the outputs, with a copy of each that occurs twice, because autograd tells results apart by identity."""
+    """Return the outputs, with copies of repeated objects, because autograd tells results apart by identity."""
     seen: set[int] = set()
     result = []
     for output in outputs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from autoshard.errors import NotAvailableError
 
 Function = Callable[[list[Tensor]], list[Tensor]]
-"""Maps tensors on a device to results there; it may empty the list."""
+"""Maps a list of tensors on a device to results on the device. The function may empty the list."""
 
 Record = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
 """Records a function's launches without running them; returns a function that launches them, and the results."""

@@ -145,7 +145,10 @@ class DistributedEngine:
         return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
 
     def _load_plainly(self, writing: fx.GraphModule, *, folds_views: bool) -> Loaded:
-        """Bind a graph that runs without a compiler to this rank, and make it ready to run."""
+        """Bind a graph to this rank, and make it ready to run without a compiler.
+
+        `folds_views` removes redundant views (`fold_views`).
+        """
         bound = bind(writing, self.groups)
         reduce_in_place(bound)
         if folds_views:
@@ -180,7 +183,10 @@ class DistributedEngine:
         return run_showing_life
 
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        """Return the graph with results written over inputs; without `written`, with operands written into buckets."""
+        """Return the graph with its `written` results written over inputs.
+
+        Without `written`, return it with values written directly into their buckets (`fill_buckets`).
+        """
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:
             writing = self._finish_in_place(writing)
@@ -338,9 +344,9 @@ class DistributedEngine:
         return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
 
     def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
-        """Return a DTensor with this rank's shard, in new memory, of a parameter or gradient.
+        """Return a parameter or gradient as a DTensor with these placements; this rank's shard is in new memory.
 
-        `tensor` is a DTensor, which is gathered, or a tensor that every rank holds whole.
+        `tensor` is a DTensor, which is gathered first, or a tensor that every rank holds whole.
         """
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         local = memory_of(self._part(full, placements), self.device)
@@ -360,7 +366,7 @@ class DistributedEngine:
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
         """Return the padded local value of a DTensor, and the value's spec.
 
-        A DTensor that splits unlike programs is gathered, and its spec is `REPLICATED`.
+        A DTensor that is split into other pieces than in programs is gathered, and its spec is `REPLICATED`.
         """
         self._check_mesh(tensor)
         layout = self._layouts.of(tensor.placements, tensor.shape)

@@ -40,12 +40,13 @@ Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
 """A graph that is ready to run. It maps local values of the placeholders to local values of the results."""
 
 Reader = Callable[[Sequence[torch.Tensor]], list[LocalValue]]
-"""Maps the user's tensors to local values; both are in the order of the slots for which it was made."""
+"""Maps the user's tensors to local values; both are in the order of the slots for which the reader was made."""
 
 LikeWriter = Callable[[Sequence[LocalValue], Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
-"""Maps local values and tensors to tensors: each local value becomes a tensor sharded like the tensor beside it.
+"""Maps local values to tensors that are sharded like given tensors (`Engine.write_like`).
 
-All are in the order of the slots for which it was made. The result is None for a value beside None.
+The arguments are the local values, and a given tensor or None for each value. Both are in the order of the slots for
+which the writer was made. A given tensor of None gives the result None.
 """
 
 
@@ -75,15 +76,15 @@ class Engine(Protocol):
         Args:
             graph_module: the graph.
             written: from the index of a result to the index of the placeholder whose value it replaces. The result may
-                be written over this value. Call `store` in any case.
+                be written over this value. The caller must call `store` in any case.
         """
         ...
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
         """Make a graph ready to run that adds its last results to sums while it runs; see `add_to_sums`.
 
-        The returned function takes the sums after the graph's own inputs. The method returns None if this engine cannot
-        do this; call `add` on the results of the graph.
+        The returned function takes the sums after the graph's own inputs. If this engine cannot add while the graph
+        runs, the method returns None. The caller then calls `add` on the results of the graph.
 
         Args:
             graph_module: the graph, which does not add yet.
@@ -97,7 +98,10 @@ class Engine(Protocol):
         ...
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a user's tensor of zeros, sharded as `slot` says, on the ranks that hold parameter `beside`."""
+        """Return a tensor of zeros for the user, sharded as `slot` says.
+
+        The tensor is on the ranks that hold the parameter `beside`; None: on the ranks of this engine's mesh.
+        """
         ...
 
     def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
@@ -113,10 +117,10 @@ class Engine(Protocol):
         ...
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
-        """Add each of `addends` to the sum at the same position, in place in the list `sums`; empty `addends`.
+        """Add each of `addends` to the sum at the same position in `sums`; empty the list `addends`.
 
         Args:
-            sums: local values: the sums so far, or the first addends.
+            sums: local values: the sums so far, or the first addends. The list gets the new sums.
             addends: a local value for each sum, with the same spec.
             owned: for each sum that is a result of a graph, whether it may be written over. None: all may be, because
                 `add` made them.
@@ -128,7 +132,10 @@ class Engine(Protocol):
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """Return a function that reads a tensor for each slot; a value may be the very tensor inside a DTensor."""
+        """Return a function that applies `read` to a tensor for each slot.
+
+        A local value may be the DTensor's own local tensor, not a copy.
+        """
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
@@ -276,7 +283,7 @@ class SimulatorEngine:
     def place(
         self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
     ) -> None:
-        """Leave the parameters as they are, but give memory to those on the meta device."""
+        """Leave the parameters as they are, but give memory to parameters and buffers on the meta device."""
         for parameter in model.parameters():
             if parameter.is_meta:
                 swap_parameter(parameter, partial(memory_of, device=self.device))

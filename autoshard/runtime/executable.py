@@ -70,11 +70,14 @@ class Executable:
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
-        """Return the program for a copy of its model, which it serves once a trace of the copy gives this program."""
+        """Return this program for a copy of its model.
+
+        It serves no call of the copy until a trace of the copy gives this program.
+        """
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
     def does(self, update: Update | None) -> bool:
-        """Whether the program updates parameters as `update` says; true if it or the call has no update."""
+        """Whether the program updates parameters as `update` says; true if `update` or the program's update is None."""
         mine = self.compiled.update
         if update is None or mine is None or any(update is item for item in self._served):
             return True
@@ -100,7 +103,7 @@ class Executable:
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
-        """From now on, serve the present Python state too, whose trace gave this program.
+        """Serve calls in the present Python state too: a trace in this state has given this program.
 
         Args:
             use: the Python values that the trace read; see `PythonUse.guards`.
@@ -208,7 +211,7 @@ class Executable:
 
     @cached_property
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
-        """For each gradient, the inputs whose values a backward reads for it, by the gradient's parameter or input."""
+        """The inputs that a backward reads for each gradient, by the name of the gradient's parameter or input."""
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
@@ -292,7 +295,7 @@ class Executable:
         return _Halves(self.engine.load(halves.inputs), self.engine.load(halves.weights), adding, owned)
 
     def load(self, *, adds: bool = False) -> None:
-        """Load all phases now. They may bind process groups, so all ranks must load together.
+        """Load all phases now. The phases may bind process groups, so all ranks must load together.
 
         Args:
             adds: whether several micro-batches add their gradients.
@@ -317,7 +320,7 @@ class Executable:
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
     def for_hoisted(self, values: Sequence[LocalValue]) -> list[LocalValue]:
-        """Select the local values that `run_hoisted_on` takes from the result of `read_inputs`."""
+        """Return the elements of `values`, the result of `read_inputs`, that `run_hoisted_on` takes."""
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
@@ -382,9 +385,10 @@ class Executable:
         return results[:count], results[count:]
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the first half of a split backward; return local gradients for other stages, and inputs of the second.
+        """Run the first half of a split backward.
 
-        `values` are as for `run_backward_on`.
+        Return the local gradients for other stages, and the inputs of the second half. `values` are as for
+        `run_backward_on`.
         """
         results = list(self._halves.inputs(values))
         count = len(self.gradients)

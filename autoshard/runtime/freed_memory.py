@@ -4,9 +4,9 @@ glibc returns the free end of its heap to the system when it exceeds a threshold
 step frees nearly all its memory, so the next step takes a page fault for every 4 KiB. A step of 300 ms of a small BERT
 took 10,000 faults, 5 to 25 % of its time. So this module raises the threshold.
 
-glibc allocates large blocks outside of the heap, and returns them when they are freed. This module raises the size at
-which that begins to the largest value that glibc itself may choose. Variables of glibc that the user has set take
-precedence.
+glibc allocates large blocks outside of the heap, and returns them when they are freed. A second threshold is the size
+of the smallest large block. This module raises this threshold to the largest value that glibc itself may choose.
+Variables of glibc that the user has set take precedence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory, unless the user has set its variables. Return whether it does now."""
+    """Let the C library keep freed memory, unless the user has set its variables; return whether this succeeds."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False

@@ -22,7 +22,7 @@ _DRAWN, _BLOCK = slice(16, 24), slice(24, 24 + 8 * _WORDS)
 _KNOWN_BLOCKS = 256
 """The number of blocks after a seed whose order is known.
 
-They have 160,000 words, which take 2 ms to draw, once per seed.
+The blocks have 160,000 words, which take 2 ms to draw, once per seed.
 """
 
 

@@ -54,9 +54,9 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """Return the local tensors of DTensors if all of them are exactly the values to read; else None.
+        """Return the local tensors of DTensors if the program can read all of them as they are; else None.
 
-        They are if the DTensors have the known specs, and the local tensors are contiguous plain tensors.
+        The program can do so if the DTensors have the known specs, and the local tensors are contiguous plain tensors.
         """
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None

@@ -11,8 +11,8 @@ from autoshard.runtime.executable import Executable
 class KnownPrograms:
     """At most `most` programs, by the key of the calls that they may serve (`key_of`). A key may have several programs.
 
-    If a program is added beyond that, a program of the least recently used key is dropped. The memory of its graphs,
-    plan and kernels is freed. The program is compiled again at the next call of this kind.
+    If a program is added beyond `most`, a program of the least recently used key is dropped. The memory of its graphs,
+    plan and kernels is freed. The next call that needs the dropped program compiles it again.
     """
 
     def __init__(self, most: int) -> None:

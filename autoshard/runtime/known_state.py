@@ -21,8 +21,8 @@ class UpdateInputs:
     """The inputs of a program's update.
 
     Args:
-        tensors: by stage, its parameters, state and options in the order of the update's inputs. Options are from an
-            earlier step.
+        tensors: by stage number, the stage's parameters, state and options, in the order of the update's inputs. The
+            options are those of an earlier step.
         are_counted_together: whether the updated parameters are exactly the parameters whose steps were counted last.
     """
 
@@ -36,9 +36,9 @@ class KnownState:
 
     Args:
         optimizer: the optimizer.
-        members: the members of the model whose parameters it updates.
+        members: the modules, parameters and buffers of the model that the optimizer updates.
         rules: the update rule of each group.
-        update: the update of a step, if each step has the same; else None.
+        update: the optimizer's update, if it is the same at each step; else None.
     """
 
     optimizer: torch.optim.Optimizer
@@ -81,7 +81,7 @@ class KnownState:
         return self._held.get(executable)
 
     def remember(self, executable: Executable, held: UpdateInputs) -> None:
-        """Remember the inputs of a program's update. They are objects that the optimizer and the model hold."""
+        """Remember the inputs of a program's update: objects that the optimizer and the model hold."""
         self._held.keep(executable, held)
 
 

@@ -30,14 +30,14 @@ _PATIENCE_S = 1800.0
 
 
 def world_size() -> int:
-    """Return the number of processes of this run: of the process group, or of `torchrun`, or else 1."""
+    """Return the number of processes of this run: the size of the process group, else `WORLD_SIZE`, else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def share_among_processes(compute: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
-    """Run `compute` on the first process only, and return its result on all."""
+    """Run `compute` on the first process only, and return its result or raise its error on all processes."""
     return compute() if world_size() == 1 else _all_processes(timeout_s).share(compute)
 
 
@@ -72,7 +72,7 @@ def make_engine(
         wrap, check_in_place, finish_in_place, timeout_s: with processes, as for `DistributedEngine`.
 
     Raises:
-        MeshError: `mesh` is not a mesh, or has more ranks than this run of several processes.
+        MeshError: `mesh` is not a mesh, or the run has several processes, but fewer than `mesh` has ranks.
     """
     if isinstance(mesh, DeviceMesh):
         return DistributedEngine(mesh, wrap, check_in_place, finish_in_place, timeout_s)
@@ -108,7 +108,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return this process's group along an axis: the group of all processes if it fits, or a new group."""
+    """Return this process's group along an axis: the default group if the axis has all processes, else a new group."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

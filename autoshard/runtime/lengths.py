@@ -84,7 +84,7 @@ def shorter_lengths(padded: int) -> tuple[int, ...]:
 class Lengths:
     """Pads the calls of a module, if a proof shows that padding changes no result.
 
-    A kind of padded calls is the calls with equal keys, such as the same shapes after padding.
+    Padded calls with equal keys, for example with the same shapes after padding, are of one kind and share a proof.
 
     Args:
         model: the user's model, whose `forward` names the arguments.
@@ -159,7 +159,10 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls; return a warning for the log if the search failed."""
+        """Remember the proof for a kind of padded calls.
+
+        Return the warnings to log: one if the search failed, else none.
+        """
         self._known[kind] = proof
         if not proof.reason:
             return ()
@@ -198,7 +201,10 @@ class Lengths:
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 
     def _position(self, index: int) -> str:
-        """Return the name of positional argument `index`, or "input:2" for argument 2 if `padding` names it so."""
+        """Return the name of positional argument `index` in `forward`.
+
+        Return a name such as "input:2" if `padding` has it, or if `forward` does not name the argument.
+        """
         names = list(inspect.signature(self.model.forward).parameters)
         number = f"input:{index}"
         return number if number in self.padding or index >= len(names) else names[index]

@@ -29,13 +29,15 @@ Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A tensor of a batch that was split when it was loaded; `parts` are the rows of each micro-batch."""
+    """A tensor of a batch that is already split: `parts` has the rows of each micro-batch."""
 
     parts: tuple[torch.Tensor, ...]
 
 
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
     """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
+
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch.
 
     Raises:
         TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
@@ -64,7 +66,7 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the common size of dim 0 of all tensors of a call; None if they differ."""
+    """Return the common size of dim 0 of all tensors of a call; None if the sizes differ, or without tensors."""
     sizes = _sizes(pytree.tree_leaves((tuple(args), dict(kwargs))))
     return next(iter(sizes)) if len(sizes) == 1 else None
 
@@ -95,8 +97,8 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
     """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
-    Branches that depend on values may differ between micro-batches. The result is then the program with the branches
-    of the whole batch.
+    If the model branches on values, micro-batches may have different programs. The result is then the program that
+    takes the same branches as the whole batch.
 
     Args:
         sharded: the module.
@@ -104,7 +106,7 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
         find: finds the program for a micro-batch; called once for each.
 
     Raises:
-        NotAvailableError: no part is known to take the branches of the batch.
+        NotAvailableError: no micro-batch is known to take the branches of the whole batch.
     """
     executables, calls = zip(*(find(*part) for part in parts), strict=True)
     found = dict.fromkeys(executables)

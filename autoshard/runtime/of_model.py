@@ -108,7 +108,10 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
 
 
 def refuse_capture(captured: str) -> NoReturn:
-    """Raise `TraceError`: torch cannot record or compile a compiled model."""
+    """Raise `TraceError`: torch cannot record or compile a compiled model.
+
+    `captured` describes the model in the message.
+    """
     raise TraceError(
         f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {captured}, which runs a program of its "
         "own on a mesh. Capture the original module instead; .export(folder) writes the weights for it."

@@ -120,8 +120,8 @@ def _held_bytes(state: Mapping[str, Any]) -> int:
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Make the torch optimizer with a name such as "adamw", with default options.
 
-    It is over `parameters`, or over one placeholder parameter if there are none. "sgd_momentum" is SGD with a momentum
-    of 0.9.
+    The optimizer updates `parameters`, or one placeholder parameter if there are none. "sgd_momentum" is SGD with a
+    momentum of 0.9.
 
     Raises:
         TraceError: torch.optim has no optimizer of this name, or it refuses these parameters.

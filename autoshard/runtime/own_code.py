@@ -70,7 +70,10 @@ def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module]
 
 
 class _Lending(dict[str, Any]):
-    """The `_parameters` of a module. Reading one by name gives the whole tensor; listing all gives the DTensors."""
+    """The `_parameters` of a module while its parameters are lent.
+
+    Reading a parameter by name gives the whole tensor. Listing all parameters gives the DTensors.
+    """
 
     def __init__(self, parameters: dict[str, Any], lender: _Lender) -> None:
         super().__init__(parameters)
@@ -97,7 +100,10 @@ class _Lender:
             self._take_back(full, parameter)
 
     def lend(self, parameter: Any) -> Any:
-        """Return the whole of a DTensor, through which gradients flow if they are enabled; other values as they are."""
+        """Return the whole tensor of a DTensor; return any other value as it is.
+
+        If gradients are enabled, they flow through the whole tensor into the DTensor.
+        """
         if not isinstance(parameter, DTensor):
             return parameter
         key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)

@@ -29,7 +29,7 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 
 
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `take(parameter)` for good, with its hooks, its attributes and `take(its gradient)`.
+    """Replace each parameter by `take(parameter)` for good; hooks, attributes and `take(gradient)` go with it.
 
     The old parameter objects forward to the new ones, so that other holders of them, such as optimizers, keep working.
     """
@@ -61,7 +61,10 @@ def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], to
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """The hooks of a parameter, as the very dicts that the hooks' handles know, so that handles can remove hooks."""
+    """The two dicts of a parameter's hooks, to put on another parameter.
+
+    The handle of a hook refers to the hook's dict, so the handle can still remove the hook.
+    """
 
     on_gradient: Any = None
     after_accumulation: Any = None
@@ -137,7 +140,7 @@ def _outline(parameter: torch.Tensor) -> torch.Tensor:
 def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor], bool]) -> None:
     """Raise `TraceError` if the model got new parameters that the engine did not take over when it was compiled.
 
-    They would have to become DTensors, and optimizers that exist already do not hold them.
+    New parameters would have to become DTensors, and optimizers that exist already do not hold them.
     """
     new = [name for name, parameter in model.named_parameters() if not has_adopted(parameter)]
     if new:

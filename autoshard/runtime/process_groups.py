@@ -94,7 +94,7 @@ class ProcessGroups:
         """Return torch's name of a group that `prepare` has made.
 
         Raises:
-            NotAvailableError: it has not made the group.
+            NotAvailableError: `prepare` has not made the group.
         """
         if group not in self._names and group not in self.mesh.axis_names:
             raise NotAvailableError(

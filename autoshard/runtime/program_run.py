@@ -41,7 +41,7 @@ class StageRun:
         held: local values computed once for all micro-batches; None before the first micro-batch.
         saved: local values that a forward saves for its backward, by micro-batch.
         kept: local values that the first half of a split backward saves for the second half, by micro-batch.
-        ahead: gradients of each micro-batch whose backward ran together with its forward in one CUDA graph.
+        ahead: gradients, by micro-batch, of backwards that ran together with their forwards in one CUDA graph.
         carried: the sums of gradients so far; None before the first backward.
         owned: for each sum, whether it may be written over; None: all may be.
     """
@@ -192,7 +192,7 @@ class ProgramRun:
     ) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run forward and backward as a CUDA graph; return the outputs and the gradients.
 
-        They are copied if needed, because a graph's results are valid until its next call.
+        The results are copied if needed, because they are valid only until the graph's next call.
         """
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:

@@ -39,7 +39,7 @@ class ProgramUpdate:
     engine: Engine
 
     def load(self) -> None:
-        """Load all graphs now. They may bind process groups, so all ranks of a stage must load together."""
+        """Load all graphs now. The graphs may bind process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
     def run_squares(
@@ -47,7 +47,7 @@ class ProgramUpdate:
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
         """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
 
-        Return the sum, a scalar, or None, and local values to pass to `run` as `kept`.
+        Return the sum as a scalar (None if the stage does not clip), and local values to pass to `run` as `kept`.
 
         Args:
             carried: the gradients, summed over micro-batches.

@@ -1,12 +1,13 @@
 """Rewrite reductions to add in the order of ranks: for Gloo, and for gradients sent in 16 bits.
 
-Reduce-scatter: Gloo's is an all-reduce whose result is sliced, so it sends twice the necessary bytes. The rewritten one
-is an all-to-all and a local sum, and sends half of that.
+Reduce-scatter: Gloo runs an all-reduce and slices its result, so it sends twice the necessary bytes. This module
+rewrites a reduce-scatter to an all-to-all and a local sum, which send half as many bytes.
 
-All-reduce: Gloo's starts the sum of each chunk of its ring at another rank. With three ranks or more, the bits of an
-element then depend on its position in the tensor, and so on its bucket. The rewritten one is an all-to-all, a local sum
-and an all-gather, and sends as many bytes. It sums each element in the order of ranks, narrow dtypes in float32, so its
-result has the simulator's bits. With two ranks there is only one order, and the all-reduce stays.
+All-reduce: Gloo starts the sum of each chunk of its ring at another rank. With three ranks or more, the bits of an
+element then depend on its position in the tensor, and so on its bucket. This module rewrites an all-reduce to an
+all-to-all, a local sum and an all-gather, which send as many bytes as before. The local sum adds each element in the
+order of ranks, narrow dtypes in float32, so the result has the simulator's bits. With two ranks there is only one
+order, and the all-reduce stays.
 
 Other backends round each partial sum to the dtype that they send. So gradients that the user sends in 16 bits
 (`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends.
@@ -57,8 +58,8 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
 class _Rewriter:
     """Copies a graph node by node, and rewrites reductions on the way.
 
-    `_midway` has, by node of the old graph, functions that add nodes after the node's copy. `_finish` has, by the old
-    wait of a rewritten reduction, a function that adds the node which replaces the wait.
+    `_midway` maps a node of the old graph to functions that add nodes after the node's copy. `_finish` maps the old
+    wait of a rewritten reduction to a function that adds a node in place of the wait.
     """
 
     def __init__(self, mesh: Mesh, old: fx.Graph, of_gloo: bool) -> None:

@@ -18,7 +18,7 @@ from autoshard.errors import TraceError
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `compile`. A torch function that gets it acts on its successor, a DTensor."""
+    """A parameter from before `compile`. A torch function of the parameter acts on its successor, a DTensor."""
 
     _successor: torch.Tensor
 

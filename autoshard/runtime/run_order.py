@@ -35,9 +35,9 @@ def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) ->
 
 
 def _run_next(slots: list[Slot], runner: TaskRunner) -> bool:
-    """Run the tasks of a rank's next slot, and remove it from `slots`, whose last slot is the next.
+    """Run the tasks of a pipeline rank's next slot, which is the last of `slots`; remove the slot and return True.
 
-    Return False, without running a task, if a value that a task reads is missing.
+    A slot is the tasks that a rank starts at once. Return False, without running a task, if a task cannot run yet.
     """
     if not all(map(runner.can_run, slots[-1])):
         return False

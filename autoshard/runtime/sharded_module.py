@@ -365,7 +365,8 @@ class ShardedModule(OfModel, HasWeights):
     ) -> Executable:
         """Compile the program for a call. `seed` is the call's seed, or None before it draws.
 
-        If a change of the model's Python values gives a known program again, return it; it now serves these values too.
+        If the model's Python values changed, but the trace gives a known program again, return the known program. The
+        known program then serves the new values too.
         """
         refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)

@@ -39,7 +39,7 @@ _READS = frozenset(
 """Functions that return numbers instead of tensors, by name."""
 
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
-"""Functions of autograd that take the tensor objects themselves."""
+"""Functions of autograd, which get their arguments unchanged."""
 
 _LOOKS = frozenset(
     {

@@ -9,10 +9,12 @@ import torch
 
 
 class StepsTaken:
-    """Reads and counts the steps in the state of each parameter. For SGD a count is 0 before the first step, then 1.
+    """Reads and counts the steps in the state of each parameter.
 
-    Counts that rise together become elements of one tensor, so that one addition counts a step. Their values are read
-    once, which waits for an accelerator. From then on they are tracked on the host, until other code writes to them.
+    SGD keeps no counts. Its count is 1 if the state has a momentum buffer, else 0.
+
+    Counts that rise together become elements of one tensor, so that one addition counts a step. The counts are read
+    once, which waits for an accelerator. From then on the host tracks the counts, until other code writes to them.
 
     Args:
         optimizer: a traced optimizer.

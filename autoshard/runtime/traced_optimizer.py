@@ -151,10 +151,10 @@ class TracedState:
         return update
 
     def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Return the inputs of each stage's update, without gradients, in order, by stage number.
+        """Return the inputs of the update, for each stage that this process runs, by stage number.
 
-        They are parameters, state (sharded as the program says; zeros if new), and options. The stages are the stages
-        that this process runs.
+        A stage's inputs are its parameters, state (sharded as the program says; zeros if new) and options, in the order
+        of the update's inputs. Gradients are left out.
         """
         held = self._present.held_by(executable)
         found = self._find(executable) if held is None else held.tensors
@@ -166,7 +166,8 @@ class TracedState:
     def keep(self, executable: Executable, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """After a step, store its state tensors in the optimizer if they are new, and count the step.
 
-        The optimizers of all ranks list the same state and count the same steps; each has the values of its own stages.
+        The optimizers of all ranks list the same state and count the same steps. A rank's optimizer has the values of
+        the stages that the rank runs.
 
         Args:
             executable: the program that ran.

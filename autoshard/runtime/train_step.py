@@ -160,7 +160,7 @@ class TrainStep(HasWeights):
         """Whether this step must put gradients into `.grad`; the first time, log the reason.
 
         Raises:
-            NotAvailableError: it must, but the mesh has pipeline stages.
+            NotAvailableError: the step must do so, but the mesh has pipeline stages.
         """
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:

@@ -49,12 +49,12 @@ class SourceWriter:
         return f"self.{name}"
 
     def fresh(self, kind: str, value: str) -> str:
-        """Add an attribute with a unique name; return the expression that reads it."""
+        """Add an attribute with the unique name `kind_N`; return the expression that reads it."""
         self._count += 1
         return self.attribute(f"{kind}_{self._count}", value)
 
     def buffer(self, kind: str, value: str) -> str:
-        """Add a buffer with a unique name; return the expression that reads it."""
+        """Add a buffer with the unique name `kind_N`; return the expression that reads it."""
         self._count += 1
         self.statement(f"self.register_buffer('{kind}_{self._count}', {value})")
         return f"self.{kind}_{self._count}"
@@ -224,7 +224,7 @@ def scale_and_shift(draw: Draw, writer: SourceWriter) -> None:
 
 
 def softmax(draw: Draw, writer: SourceWriter) -> None:
-    """Add a softmax, or its logarithm, over one dim, to `h`."""
+    """Add `h + softmax(h)` or `h + log_softmax(h)`, over one dim."""
     name, dim = draw(st.sampled_from(("softmax", "log_softmax"))), draw(st.sampled_from((1, 2)))
     writer.line(f"h = h + F.{name}(h, dim={dim})")
 

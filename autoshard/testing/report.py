@@ -11,7 +11,7 @@ from autoshard.errors import VerificationError
 from autoshard.ir.plan import Plan
 
 ABSOLUTE_FLOOR = 1e-6
-"""An absolute difference up to this counts as rounding, at any scale of the values."""
+"""Absolute differences up to this value count as rounding, at any scale of the compared values."""
 
 TOLERANCE = 1e-5
 """The largest difference that counts as rounding in float32, relative to the largest element of a value."""
@@ -23,7 +23,7 @@ One rounding in float32 is about 1e-7.
 """
 
 SAMPLES = 4
-"""At most this many runs of one device on nearly equal numbers sample its rounding error, while a value differs."""
+"""Largest number of further runs of one device, on nearly equal numbers, to sample its rounding error."""
 
 ROUNDING_FACTOR = 4.0
 """A mesh sums in another order than one device, so its rounding error may be larger by this factor."""
@@ -72,8 +72,8 @@ class CheckReport:
         tolerance: see `Comparison.is_close`.
         small_failure: code of the shortest part of the program that was found to differ; "" if no value differs, or no
             part was found.
-        precisely: the comparisons of a run by the same specs in a more precise dtype with one device in that dtype. It
-            is empty unless a value differs by more than one device's rounding errors explain.
+        precisely: comparisons of a second run, in which the mesh and one device both compute in a wider dtype. It is
+            empty if the rounding errors of one device explain all differences.
     """
 
     plan: Plan

@@ -266,9 +266,9 @@ def _is_finite(number: float) -> bool:
 
 
 def _value_text(value: Tensor) -> str:
-    """Return code for a similar tensor. It keeps the values of few integers, and the range of many.
+    """Return code for a tensor of the same shape and dtype. Up to `_LITERAL_ELEMENTS` integers keep their values.
 
-    Floats are drawn anew, with the same shape and dtype; they are positive if all were positive.
+    More integers are drawn from the same range. Bools and floats are drawn anew; floats are positive if all were.
     """
     shape = list(value.shape)
     if value.dtype is torch.bool:

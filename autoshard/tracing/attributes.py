@@ -99,7 +99,7 @@ def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]
 
 
 def kept_note(model: nn.Module, result: Result) -> Iterator[str]:
-    """Yield a note for the user on attributes in which a call leaves tensors."""
+    """Yield a note for the user if a call leaves tensors in attributes that a program does not set."""
     if result.lost:
         yield (
             f"{type(model).__name__} keeps tensors in {', '.join(result.lost)} when it is called. A compiled call "

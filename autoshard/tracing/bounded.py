@@ -1,4 +1,4 @@
-"""Gives tensors with one row for each one in a mask a bounded size, after a trace with a symbolic number of rows.
+"""Replaces symbolic numbers of rows by upper bounds after a trace. A mask gives a tensor one row for each of its ones.
 
 `places = mask.nonzero()` has a row for each nonzero element. During the trace, the number is a symbol, which appears in
 all derived shapes (`symbolic_counts`). Python code that compares the number gets the answer for the example, and the
@@ -60,7 +60,7 @@ _SIZED: Mapping[Any, int] = {
 _LOOKUPS = frozenset(
     {aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default, aten.gather.default}
 )
-"""Operators whose rule rewrites them on ranks only for a split of the indexed dim."""
+"""Lookups. Their sharding rules change the call on a rank only if the indexed dim is split."""
 
 ROWWISE = _LOOKUPS | frozenset(
     {
@@ -73,8 +73,9 @@ ROWWISE = _LOOKUPS | frozenset(
         *(_own.dropout.default, _own.cross_entropy.default, _own.cross_entropy_backward.default),
     }
 )
-"""Operators whose rule rewrites them on ranks only for a split of dims other than rows, or only to adapt shapes. On a
-part of the rows they run unchanged.
+"""Operators that run unchanged on a part of the rows.
+
+Their sharding rules change the call on a rank only to adapt shapes, or only if a dim other than rows is split.
 """
 
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default)
@@ -299,7 +300,7 @@ class _Bounding:
         return self._call(aten._to_copy.default, (number,), {"dtype": dtype})
 
     def _write_places(self, node: Any) -> fx.Node:
-        """Replace elements of a tensor at the places of a mask by rows. No element is written twice."""
+        """Copy a `masked_scatter`: rows replace the elements at the places of a mask. No element is written twice."""
         x, mask, source = (self.copies[operand] for operand in node.args)
         size = [self._bounded(_expression(entry)) for entry in node.args[0].meta["val"].shape]
         spread = next((known for known in self.places if _is_spread(known, mask, size)), None)
@@ -437,14 +438,14 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
 
 
 def runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
-    """Whether a call on a part of `factor` runs without the rewrite of its rule."""
+    """Whether a call on a part of `factor` computes the right part without the change that its sharding rule makes."""
     if bound.local is None or target in _LOOKUPS:
         return True
     return target in ROWWISE and not bound.may_communicate(factor)
 
 
 def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
-    """Whether `known` has shape `size`, and is `mask` or an expanded `mask`."""
+    """Whether the node `known` has the shape `size`, and is `mask` or the expansion of `mask`."""
     source = known.args[0] if known.target is aten.expand.default else known
     return list(known.meta["val"].shape) == size and (known is mask or source is mask)
 

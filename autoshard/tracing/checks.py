@@ -42,7 +42,8 @@ def keeping_checks() -> Iterator[None]:
 def tie_checks(graph: fx.Graph, outputs: int) -> None:
     """Pass results of a joint graph through its checks, so that the checks are not dead code.
 
-    The first `outputs` plain results of the graph are the model's outputs. Later plain results are guarded values.
+    Results that AOTAutograd describes as plain outputs come in order: `outputs` outputs of the model, then guarded
+    values.
     """
     output = graph.output_node()
     results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]

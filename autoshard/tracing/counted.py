@@ -49,7 +49,12 @@ def _repeat_interleave(count: Count, repeats: Tensor, *, output_size: int | None
 
 
 def _sorted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all elements in order, the origin of each, and a mask of elements that differ from their predecessor."""
+    """Sort all elements of a tensor.
+
+    Returns:
+        The sorted elements, the index of each in the flat `x`, and a mask of elements that differ from their
+        predecessor.
+    """
     values, order = x.reshape(-1).sort(stable=True)
     is_first = torch.cat([values.new_ones(min(len(values), 1), dtype=torch.bool), values[1:] != values[:-1]])
     return values, order, is_first
@@ -75,9 +80,16 @@ def _starts(rows: Tensor) -> Tensor:
 
 
 def _runs(count: Count, rows: Tensor, of: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first row of each run of equal rows, the run of each row, and the number of rows of each run.
+    """Find the runs of equal consecutive rows.
 
-    `rows` are `of(x)`. The number of runs is counted from `x`.
+    Args:
+        count: returns the number of runs in the example.
+        rows: rows [N, ...] that `of(x)` returns.
+        of: the function that makes the rows.
+        x: the operand. `count` takes `x` because the example's values of `rows` are not known.
+
+    Returns:
+        One row of each run, [runs, ...]; the index of each row's run, [N]; the number of rows of each run, [runs].
     """
     starts = _starts(rows)
     size = count(lambda tensor: _starts(of(tensor)).sum(), x)

@@ -70,7 +70,7 @@ def _to_dense(self: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bo
 
 @contextlib.contextmanager
 def differentiating_to_dense() -> Iterator[None]:
-    """Give `x.to_dense()` of a sparse tensor a gradient within the context. A trace loses that of torch's version."""
+    """Give `x.to_dense()` of a sparse tensor a gradient within the context. Torch's version loses it in a trace."""
     saved = FunctionalTensor.to_dense
     FunctionalTensor.to_dense = _to_dense
     try:

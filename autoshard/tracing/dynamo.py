@@ -38,7 +38,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
     Raises:
         NotAvailableError: the call can be captured, but not in a precision of its own.
-        TypeError: the call returns gradients, or numbers are watched, which Dynamo cannot do.
+        TypeError: the call returns gradients, or the trace watches how Python uses numbers. Dynamo supports neither.
     """
     if is_watching():
         raise TypeError("Dynamo does not show how Python uses numbers")

@@ -66,7 +66,7 @@ def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[
 def refuse_idle_hooks(
     model: nn.Module, hooks: Hooks, program: Program, trace_without: Callable[[Collection[Any]], Program]
 ) -> None:
-    """Raise for hooks without which the trace gives the same program.
+    """Raise for hooks that have no effect on the program: a trace without them gives the same program.
 
     Raises:
         TraceError: there are such hooks; the message names them.
@@ -93,7 +93,7 @@ def refuse_idle_hooks(
 
 
 def hooks_note(hooks: Hooks) -> Iterator[str]:
-    """Yield a note for the user on hooks that act on the call."""
+    """Yield a note for the user if hooks act on the call."""
     acting = [_text(hook) for hook in hooks.values() if hook.acts]
     if acting:
         yield (

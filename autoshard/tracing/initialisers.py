@@ -1,8 +1,8 @@
 """Runs the initialisers of a model on tensors without memory, and records them.
 
-The order is that of constructors, submodules first. `reset_parameters` of each module runs first. In transformers,
-`_init_weights` of the nearest module that has it follows, on each of its submodules. Last comes the user's own function
-on each module, like `model.apply`.
+The order is that of constructors, submodules first. First, `reset_parameters` of each module runs. Then,
+as in transformers, each module is passed to `_init_weights`: its own, or that of the nearest module around it. Last,
+the user's own function runs on each module, like `model.apply`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def place_of(self, tensor: Tensor) -> Place:
-        """Return the place of a tensor. A new memory gets the next number."""
+        """Return the `Place` of a tensor. Memory that is seen for the first time gets the next number."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = number = len(self.numels)

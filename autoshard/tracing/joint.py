@@ -291,9 +291,10 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
 
 
 def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
-    """Make fake tensors of `tensors` and of a seed.
+    """Return a fake tensor for each of `tensors`, then one for a seed.
 
-    Tensors on meta go to `device`, or to the device of the first real tensor, or to the CPU.
+    Tensors on meta go to `device`. If `device` is None, they go to the device of the first tensor that is not on meta,
+    or to the CPU.
     """
     if device is None:
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))

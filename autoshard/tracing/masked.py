@@ -119,7 +119,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 
 
 def _places(entries: Sequence[Any]) -> list[Any]:
-    """Return the entries of an index, with the indices of its ones in place of each mask."""
+    """Return the entries of an index. In place of each mask stand the indices of the mask's ones."""
     found: list[Any] = []
     for entry in entries:
         found += entry.nonzero(as_tuple=True) if _is_mask(entry) else [entry]

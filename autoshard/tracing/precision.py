@@ -52,7 +52,7 @@ _OF_ONE_TYPE: tuple[OpOverload, ...] = (
     _aten.rms_norm.default,
     _aten.scaled_dot_product_attention.default,
 )
-"""Operators whose floating operands have one type."""
+"""Operators that need floating operands of one type. They cast mixed operands in `Casts.running`."""
 
 _CROSS_ENTROPY: OpOverload = _aten.cross_entropy_loss.default
 
@@ -96,7 +96,7 @@ class Casts:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Make a context in which operators of one type cast mixed operands, and cross-entropy computes in float32."""
+        """Make a context in which operators of `_OF_ONE_TYPE` cast operands, and cross-entropy computes in float32."""
         with contextlib.ExitStack() as stack:
             for op in _OF_ONE_TYPE:
                 stack.enter_context(_replacing(op, self._in_one_type))

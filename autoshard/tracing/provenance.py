@@ -139,7 +139,7 @@ def _provenance(node: fx.Node, by_sequence: dict[int, tuple[str, str]]) -> tuple
 
 
 def _inherited(node: fx.Node, *, last: bool = False) -> tuple[str, str]:
-    """Return module and line of the first (or last) operand that is computed."""
+    """Return module and line of the first (or last) operand that is no placeholder; ("", "") if there is none."""
     for operand in reversed(node.all_input_nodes) if last else node.all_input_nodes:
         if operand.op != "placeholder":
             return operand.meta.get("module", ""), operand.meta.get("source", "")

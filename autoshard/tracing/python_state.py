@@ -69,7 +69,7 @@ def refuse_counting(
 
 
 def counting_note(model: nn.Module, counting: frozenset[tuple[str, str]]) -> Iterator[str]:
-    """Yield a note for the user on attributes that every call changes."""
+    """Yield a note for the user if every call changes some attributes."""
     if counting:
         yield (
             f"{type(model).__name__} changes {_names(counting)} with every call. Its computation was found not to "

@@ -22,8 +22,9 @@ from autoshard.ir.watched_numbers import plain_number
 from autoshard.tracing.provenance import PACKAGES
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
-"""Attributes without guards: a program is looked up by its parameters, buffers and modes. Submodules have guards in any
-case.
+"""Attributes that get no guards when they are read.
+
+A program is looked up by its parameters, buffers and modes, and submodules have guards in any case.
 """
 
 _INNER = (*PACKAGES, functools.__file__)
@@ -127,7 +128,10 @@ def _matters(name: str) -> bool:
 
 
 def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> list[tuple[str, type, tuple[str, ...]]]:
-    """Return (name of the class, class, names) for each class in which looked-up attributes are found."""
+    """Return (name of a class, the class, names of attributes) for each class that defines some of the attributes.
+
+    `names` has (module's name, module, names of attributes) for each module.
+    """
     found: dict[type, set[str]] = {}
     for kind, looked_up in {(type(module), name) for _, module, names in names for name in names}:
         owner = next((base for base in kind.__mro__ if looked_up in vars(base)), None)

@@ -222,7 +222,10 @@ def _like(
 
 
 def _filled(distribution: str) -> Callable[..., Tensor]:
-    """Return the draw of an operator that fills `self`. Its other arguments are the distribution's parameters."""
+    """Return a function that draws for an operator that fills `self`, such as `uniform_`.
+
+    The operator's other arguments are the distribution's parameters.
+    """
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
         return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
@@ -296,7 +299,7 @@ def _rrelu_with_noise(
 
 
 def _of_parameters(operator: Any) -> Callable[..., Tensor]:
-    """Return the draw of an operator whose parameters are tensors.
+    """Return a function that draws with `operator`, for an operator of torch whose parameters are tensors.
 
     The numbers have the broadcast shape of all parameters, and the dtype of the first.
     """

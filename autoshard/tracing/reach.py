@@ -98,6 +98,8 @@ def unreached_gradients(
 ) -> dict[str, frozenset[str]]:
     """Return for each tangent the names of inputs without a gradient in a backward from the tangent's output alone.
 
+    The result is empty if fewer than two tangents exist, or if every input gets a gradient from every tangent.
+
     Args:
         graph: the joint graph.
         inputs: its placeholders, each with its slot.

@@ -4,8 +4,8 @@ PyTorch runs these layers by cuDNN, by oneDNN, or step by step, depending on the
 wanted. Its decompositions for tracing leave out the dropout between layers (2.11 to 2.13). Here
 
 * the input's product of all time steps is one `linear` outside the recurrence, which shards like any other;
-* values are [B, T, features] throughout, because a split dim must be the major one where `linear` flattens;
-* dropout between layers is that of every other module;
+* values are [B, T, features] throughout: `linear` flattens B and T, and B, which may be split, has to come first;
+* dropout between layers is a call of `dropout`, as in every other module;
 * a packed sequence [N, features] is unpacked to [B, T, features] with the length of each row, and packed after the last
   layer. Both are lookups of rows. Their indices are computed from `batch_sizes`, which Python does not read.
 """
@@ -152,7 +152,7 @@ def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bo
 
 
 def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's two functions for a layer with one state: on a sequence, and on a packed sequence."""
+    """Return two replacements of a torch layer with one state: for a sequence, and for a packed sequence."""
 
     def run(
         x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,

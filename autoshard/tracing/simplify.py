@@ -192,9 +192,9 @@ def _is_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """Return the dims of the operand of `as_strided`, the dim with the largest stride first, if they fill their memory.
+    """Return the dims of the operand of a call of `as_strided`, in the order of its memory: largest stride first.
 
-    None for other calls, for operands of one dim, and for memory with gaps or overlaps.
+    The result is None for other calls, for operands of one dim, and for operands whose memory has gaps or overlaps.
     """
     if node.target not in (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default):
         return None
@@ -213,7 +213,10 @@ def _base_name(node: fx.Node) -> str:
 
 
 def _with_input_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands of a batch norm's backward with the input's gradient requested: its fake always has one."""
+    """Return the operands of a batch norm's backward with a request for the input's gradient.
+
+    The fake result always contains this gradient.
+    """
     *operands, asked = args
     return (*operands, [True, *asked[1:]])
 

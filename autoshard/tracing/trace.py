@@ -90,11 +90,11 @@ def trace(
         update: the optimizer's update. The program is then that of the whole training step.
         compute_dtype: type of computation for wider parameters and inputs, as in `tracing.precision`.
         seed: seed of random operators, for models that read values which depend on random numbers.
-        device: assumed device of tensors on meta; default: that of the first other tensor.
+        device: assumed device of tensors on meta; default: the device of the first tensor that is not on meta.
         values: context in which parameters on meta have their values. Entered only if the model reads values of its
             parameters, or only Dynamo can trace it.
         derivatives: derivatives to return instead of the model's outputs, the innermost first. `args` then belong to
-            the last of them, as in `autoshard.ir.derivative`.
+            the outermost derivative, as in `autoshard.ir.derivative`.
         loss_only: the program returns only the first floating scalar of the model's outputs, without the nodes that
             only other outputs need.
         forward_only: the program has no backward, but the model runs as if gradients were wanted.

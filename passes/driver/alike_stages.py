@@ -117,14 +117,15 @@ def _brought(item: _Brought, names: Mapping[str, str], modules: Mapping[str, str
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return, for the name of each node of a program, the name of the node at the same place in an alike program."""
+    """Return the name of each node of `stage`, by the name of the node at the same place in `alike`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
     """Return two dicts that map the slots of `alike` to the slots at the same places of `stage`.
 
-    The first maps kind and name of an input to its name. The second maps the key of a result ("output 0") to its key.
+    The first maps the kind and name of an input of `alike` to the name of the input of `stage`. The second maps the key
+    of a result of `alike` ("output 0") to the key of the result of `stage`.
     """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}

@@ -24,7 +24,7 @@ _WITH_KERNELS = ("inductor", "triton")
 def has_kernels(backend: str, device: torch.device) -> bool:
     """Whether a backend's programs have Triton kernels on a device.
 
-    On a CPU they have them only in Triton's interpreter.
+    Programs for a CPU have Triton kernels only in Triton's interpreter (`TRITON_INTERPRET=1`).
     """
     return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -55,6 +55,8 @@ def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
     """Return an empty store of CUDA graphs for the forward, backward and update of a step, or None without
     `cuda_graph`.
+
+    `is_traced` says whether the optimizer's update is traced, and `has_stages` whether the mesh has a pipeline.
 
     Raises:
         NotAvailableError: CUDA graphs do not support the call. The message names the reason and the way out.

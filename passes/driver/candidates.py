@@ -172,7 +172,10 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first few numbers of micro-batches that are multiples of a pipeline's ranks, or else the largest."""
+    """Return the first `_MOST_COUNTS` numbers of micro-batches that are multiples of a pipeline's ranks.
+
+    If no number is a multiple, return the largest number alone. `counts` has the possible numbers, the smallest first.
+    """
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 

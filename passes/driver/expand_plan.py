@@ -114,7 +114,7 @@ class _ExpandedRecompute:
     def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
         """Return the values of the whole program to recompute or offload, in the program's order.
 
-        `items` are those of the short program.
+        `items` are the values of the short program to recompute or offload.
         """
         if not items:
             return ()
@@ -169,7 +169,7 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """Return the unit of a module's path, and the same path in the unit that stands for it."""
+    """Return the unit of a module's path, and the path of the same module in the unit that stands for this unit."""
     for number, repeat in enumerate(repeats):
         found = repeat.unit(path)
         if found is not None:

@@ -68,7 +68,14 @@ def update_for(
     *,
     strict: bool,
 ) -> Update | None:
-    """Return the traced update of an optimizer; None if the given plan has only forward and backward."""
+    """Return an optimizer's update as data; None if the program has no update.
+
+    The program has no update without an optimizer, if the optimizer cannot be traced, or if the given plan has only
+    forward and backward.
+
+    Raises:
+        NotAvailableError: with `strict`, the optimizer cannot be traced.
+    """
     if fixed is not None and not fixed.updates:
         return None
     return update_of(optimizer, model, max_grad_norm, strict=strict)

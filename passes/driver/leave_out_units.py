@@ -117,8 +117,10 @@ class _LeavingOut:
         return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
-        """Return the node that a copied node reads instead of an operand: the node as many units away as before,
-        without the gap.
+        """Return the node that the copy of `reader` reads instead of `operand`.
+
+        In the whole program, the operand's unit is some number of units away from the reader's unit. The returned
+        node has the same distance, counted without the missing units. An operand outside of the reader's run stays.
 
         Raises:
             _CannotLeaveOutError: no kept node is at that place.

@@ -57,7 +57,8 @@ def lowered_plan(
     Args:
         planning: the planning problem.
         choice: one option for each variable of `planning`.
-        objective, lower_bound: seconds by the search's prices: of the choice, and of any choice at least.
+        objective: seconds of the choice by the search's prices.
+        lower_bound: seconds that any choice takes at least by these prices; None if no bound is known.
         cluster, options: the hardware and the options of the search.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)

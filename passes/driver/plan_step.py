@@ -55,14 +55,14 @@ def plan_step(call: Call, planner: Planner, update: Update | None, search: Recip
 
 
 def outer_search(call: Call) -> RecipeSearch | None:
-    """Return the search that proposes meshes, stages and micro-batches; None if the call gives them, or is no training
-    step.
+    """Return the search over recipes that proposes meshes, stages and micro-batches; None if the call needs no search.
 
-    The search is over recipes for `global_batch` sequences. Without `global_batch`, the batch of the example inputs
-    counts. A given recipe restricts the search.
+    Training steps on a cluster are searched, with `global_batch` sequences or the batch of the example inputs. A given
+    recipe restricts the search. There is no search if the recipe leaves only one mesh. Constraints, another plan or a
+    number of micro-batches also exclude the search, unless `global_batch` is given without a recipe.
 
     Raises:
-        AutoshardError: `global_batch` is given, and recipes do not support the call.
+        AutoshardError: `global_batch` is given without a recipe, and recipes do not support the call.
     """
     assert call.example_inputs is not None, "there is an example call"
     if not isinstance(call.target, Cluster):
@@ -102,8 +102,8 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 def _candidates(call: Call) -> Sequence[Candidate]:
     """Return the candidates on the given meshes, with the call's recipe as their restriction.
 
-    There is one micro-batch if their number is not given, and the call asks for no recipe, batch or stages. Without an
-    optimizer there is one too.
+    If the call does not give the number of micro-batches, there is one micro-batch in three cases. The call asks for no
+    recipe, batch or stages. Or it has no optimizer. Or neither the batch nor the recipe's micro-batch is known.
     """
     recipe = call.recipe or Recipe()
     meshes = meshes_for(recipe, call.target)

@@ -100,7 +100,7 @@ class Planner:
         micro_batches: number of micro-batches in a training step.
         load: number of stages and of micro-batches in flight on a pipeline rank.
         with_kernels: whether Triton kernels replace operators, in programs and predictions.
-        for_compiler: whether a compiler fuses the program instead. The prediction counts our Triton kernels as its own.
+        for_compiler: whether a compiler fuses programs. Then `with_kernels` holds for predictions, not for programs.
         with_native: whether torch's fused kernels run semantic operators; otherwise their definitions run.
         cuda_graph: whether predictions are for steps launched from CUDA graphs.
         recipe: restricts the search; None: no restriction.
@@ -209,7 +209,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program of a call without the inner blocks of long lists; None if that is not possible."""
+        """Return the traced program of a call without inner blocks, or None. `margin` is a number as in `_MARGINS`."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -241,9 +241,9 @@ class Planner:
         return planned(self.trace(request))
 
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
-        """Return `made(program)` for the program without inner blocks; None if it does not represent the whole model.
+        """Return `made(program)` for the program without inner blocks; None if the model needs all its blocks.
 
-        Margins whose blocks are not alike are removed from `margins`.
+        Each of `margins`, the numbers of units kept at each end, is tried in order, and removed if units are not alike.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)
@@ -442,7 +442,7 @@ class Planner:
             return None
 
     def _free(self) -> Planner:
-        """Return the planner without constraints on the model's outputs and its parameters' gradients."""
+        """Return the planner without plans, constraints, recipe and `reduce_dtype`, for calls that return gradients."""
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:

@@ -1,4 +1,7 @@
-"""Plans that are prices of recipes under other frameworks' runtimes: made from a search, and again for questions."""
+"""Search the fastest recipe under another framework's runtime, for a plan and again for questions about the plan.
+
+Such a plan predicts a step of the recipe under that runtime, and has no specs. `compile` does not run it.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class PriceAgain:
         return plan.predicted.kernels
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """Return the price of the fastest recipe with a change.
+        """Search again with a change, and return the plan of the fastest recipe, with its price.
 
         `change.specs` and `change.roles` do not apply to recipes.
         """
@@ -98,7 +101,15 @@ class PriceAgain:
 
 
 def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """Return the error to raise if a search over the fields of `only` found no recipe."""
+    """Return the error for a search that found no recipe.
+
+    Its message says that time ran out, that no recipe has the allowed values, or that no such recipe fits into memory.
+
+    Args:
+        search: the search, with its time limit and its problem.
+        found: the result of the search, which has no recipe.
+        only: the fields and allowed values to which the search was restricted.
+    """
     names = ", ".join(only)
     if not found.is_complete:
         return NotAvailableError(f"{search.time_budget_s:g} s ended before any recipe was priced ({names}).")

@@ -129,7 +129,7 @@ _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
     """Return the 16-bit type in which the products of a float32 model run in a precision.
 
-    None: the model's own type.
+    The result is None if products run in the model's own type.
     """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     return _NARROW.get(precision or "") if dtypes == {torch.float32} else None

@@ -118,7 +118,10 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
 
 def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
-    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs."""
+    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs.
+
+    `has_masters` says whether parameters are float32 master weights, and products run in 16 bits.
+    """
     overlaps = overlap_of(cluster) is not None
     return replace(
         OURS,
@@ -200,7 +203,9 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
 
 
 def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
-    """Return the error to raise if no recipe fits. It has the recipe with the least memory, and its largest parts."""
+    """Return the error to raise if no recipe fits. Its message has the recipe with the least memory, and the largest
+    parts of this memory.
+    """
     least = problem.smallest(ceiling=ceiling)
     kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
     if least.recipe is None:

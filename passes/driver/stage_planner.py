@@ -121,8 +121,9 @@ class StagePlanner:
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Compile a call with autograd's gradients without stages. The process must simulate all ranks, to hold all
-        parameters.
+        """Return the compiled program of a call whose gradients autograd computes. The program has no stages.
+
+        The process must simulate all ranks, because it has to hold all parameters.
 
         Raises:
             NotAvailableError: there is a process for each rank.

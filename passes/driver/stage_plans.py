@@ -152,7 +152,10 @@ class StagePlans:
         return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
-        """Return, for each rank, the most micro-batches in flight over its stages; one for a call without gradients."""
+        """Return, for each rank, the most micro-batches in flight, each counted once for each of the rank's stages.
+
+        The number is 1 for a call without gradients.
+        """
         pipeline = self.pipeline
         if not order.trains:
             return (1,) * pipeline.ranks

@@ -47,7 +47,7 @@ class BoundRules:
 
     @classmethod
     def of(cls, program: Program) -> BoundRules:
-        """Return the `BoundRules` that are stored with the program's graph, new ones if there are none."""
+        """Return the `BoundRules` that are stored with the program's graph. Without stored rules, store new ones."""
         kept = program.graph_module.meta.get(_KEPT)
         if kept is None or kept.program is not program:
             kept = program.graph_module.meta[_KEPT] = cls(program, find_ranges(program.graph_module))

@@ -43,8 +43,9 @@ MIB = 2**20
 class BucketCollectives:
     """Puts the collectives of each phase into buckets.
 
-    Collectives that may share buckets are of one kind. The size of a bucket is the bytes of one rank's piece, which one
-    step of a ring sends. So buckets of one size have the same share of latency on any number of ranks.
+    A kind is all collectives of a phase with equal `_BucketMember.key`. Only collectives of one kind share buckets. The
+    size of a bucket is the bytes of one rank's piece, which one step of a ring sends. So buckets of one size have the
+    same share of latency on any number of ranks.
 
     Let `largest` be an eighth of all bytes of the kind, within `least_bytes` and `most_bytes`. Then there are so few
     buckets that their latency is negligible. A bucket of several members does not exceed `largest`. It is also at most
@@ -110,7 +111,8 @@ class BucketCollectives:
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
     """Yield the buckets for the collectives of one repeated unit of blocks, in a program that leaves out equal units.
 
-    The collectives are spread evenly over the buckets, about as the buckets of the whole program are filled.
+    The unit is cut into as few buckets as `most_bytes` allows. The buckets have about equal sizes, as in the
+    whole program.
 
     Args:
         members: the collectives of the unit, in order. Each stands for `count` collectives of the whole program.
@@ -139,7 +141,7 @@ def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool
 
 
 def _wait_for_all(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
-    """Whether the collective that follows those of a unit in `members` starts before the unit's first wait."""
+    """Whether the next collective of `members` after the unit's collectives starts before the unit's first wait."""
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
 
@@ -177,7 +179,7 @@ class _BucketMember:
 
     @property
     def size(self) -> int:
-        """Bytes of one rank's piece: the operand of an all-gather; the operand of a reduction divided by the ranks."""
+        """Bytes of one rank's piece: the operand of an all-gather; the operand of a reduction divided by `ranks`."""
         value = self.operand.meta["val"]
         return value.numel() * value.element_size() // (1 if self.start.target is ALL_GATHER else self.ranks)
 
@@ -202,7 +204,10 @@ class _Bucket:
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """Return a bucket that in the whole program also has all members for which the given members stand."""
+        """Return the bucket of some collectives.
+
+        In the whole program, the bucket also has the left-out collectives for which the members stand (`count`).
+        """
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property
@@ -223,7 +228,7 @@ class _Bucket:
 
 
 def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_BucketMember]:
-    """Yield the collectives of a graph that may go into buckets, in order. Only one node reads each: its wait."""
+    """Yield the collectives of a graph that may go into buckets, in order. Each collective has one reader, its wait."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
@@ -349,8 +354,8 @@ class _BucketRewrite:
 def _ranks(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return a sort key for each node, by which the members of a bucket are ordered.
 
-    A wait has the index of the graph's result that is made from the wait's value by calls of one operand. So have the
-    nodes in between. Other nodes come later, in the order of the graph.
+    A wait may lead to a result of the graph through calls with one operand. The wait and these calls have the index of
+    the result as their key. All other nodes have higher keys, in the order of the graph.
     """
     nodes = list(graph.nodes)
     ranks = {node: len(nodes) + place for place, node in enumerate(nodes)}

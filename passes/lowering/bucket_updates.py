@@ -93,9 +93,9 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator that performs many updates like `node`, and the dtypes in which these must agree.
+    """Return the operator that performs many updates like `node`, and the dtypes of the tensors of `node`.
 
-    Only the Triton kernel has such dtypes; the tuple is empty for other operators.
+    All updates of one call of the Triton kernel have equal dtypes. For other operators, the tuple is empty.
     """
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
@@ -109,7 +109,7 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """Return the fake value of an operand, or of the value that it copies; None if neither is known."""
+    """Return the fake value of an operand. A copy may have no fake value; then return the copied value's, or None."""
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     return operand.meta.get("val")

@@ -79,7 +79,7 @@ class ChosenGroup:
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with `later` set, and with its savings against one launch for each call."""
+        """Return the group with `later` set, and with its savings compared with one launch for each of its calls."""
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(

@@ -132,9 +132,10 @@ def split_sums(layout: ElementLayout) -> Traffic:
 def chunk_steps(node: fx.Node) -> Traffic:
     """Return the launches and traffic of a linear cross-entropy that works in chunks of classes; zero for other calls.
 
-    The one launch, the operands and the results that every call counts are left out. For each chunk, a matrix product
-    writes the logits and the loss reads them. In the backward, the gradient of the logits then replaces them in place,
-    and two matrix products read it. Each chunk reads the hidden states, and adds to their gradient in float32.
+    The result excludes the launch, operands and results that `traffic_of` counts for every call. For each chunk, a
+    matrix product writes the logits and the loss reads them. In the backward, the gradient of the logits then replaces
+    them in place, and two matrix products read it. Each chunk reads the hidden states, and adds to their gradient in
+    float32.
     """
     is_backward = node.target is linear_cross_entropy_backward
     if not is_backward and node.target is not linear_cross_entropy:

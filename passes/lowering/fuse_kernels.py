@@ -109,7 +109,7 @@ class _ReplacedCalls:
     Args:
         match: value numbers of the calls (`passes.lowering.match_form`).
         results: for each result of the kernel, the nodes that compute this value now.
-        going: the nodes that no other node reads once the kernel computes the results.
+        going: the nodes that are removed, because no other node reads them once the kernel computes the results.
         first_reader: the first node that reads a result.
         spares: whether the kernel recomputes a value of another phase, which then need not be saved for this phase.
     """
@@ -294,7 +294,7 @@ def _is_beside(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _fits(value: Tensor | None, nodes: Collection[fx.Node]) -> bool:
-    """Whether a kernel's result has the shape and dtype of the nodes that it replaces. It may also be float32."""
+    """Whether a kernel's result has the shape and dtype of the replaced nodes. Its dtype may also be float32."""
     held = [_value_of(node) for node in nodes]
     if value is None:
         return not held

@@ -67,7 +67,7 @@ class Hoist:
     def _most_that_fits(self, shared: _Shared, order: Sequence[int], limit: float) -> PhasedProgram:
         """Return the program that hoists the first values of `order`, as many as keep its peak within `limit` bytes.
 
-        The number is found by bisection.
+        `order` has value numbers. Bisection finds how many values fit.
         """
         fitting, count, least, most = shared.phased, len(order), 0, len(order)
         while least < most:
@@ -93,8 +93,8 @@ class _Shared:
         kept: saved node of the forward, by the backward's placeholder for it.
         numbering: value numbers of forward and backward. Nodes with equal values have equal numbers.
         nodes: graph module of each shared node of the forward and the backward, in order.
-        read: numbers of the shared values with memory of their own that other nodes read, directly or through a view.
-            The dict is an ordered set.
+        read: numbers of the shared values that have memory of their own, and that a node outside of `nodes` reads,
+            directly or through a view. The dict is an ordered set.
     """
 
     phased: PhasedProgram
@@ -271,7 +271,10 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return a dict from each shared call of a phase to the node of `given` that has the call's number."""
+        """Return a dict from shared calls of a phase to nodes of `given`.
+
+        `given` has nodes by value number. A call leads to the node for its value number; other calls are left out.
+        """
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}
 

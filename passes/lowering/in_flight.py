@@ -35,7 +35,7 @@ FEWEST = 12 * MIB
 """Bytes of one rank's piece of the largest bucket if communication does not overlap.
 
 Larger buckets would save little latency. The C library of a CPU also returns freed memory of 32 MiB and more to the
-system. It would allocate this memory anew at each step.
+system. The library would allocate such a bucket anew at each step.
 """
 
 BESIDE: Sequence[InFlight] = (

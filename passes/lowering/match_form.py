@@ -24,7 +24,7 @@ from autoshard.kernels.kernel import Form
 from passes.preparation.number_values import LITERAL, OPERAND, Key, Numbering, call_key, mirrored_key
 
 Bindings = Mapping[fx.Node, Key]
-"""The operand that each node of a pattern matches: the key of a value number or of a literal, by node."""
+"""Node of a pattern to the key of the operand that the node matches. The operand is a value number or a literal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def find_matches(
         numbering: the value numbers of the program.
         anchor: a value number.
         candidates: function from an operator to the value numbers of its calls that may be a further result, the best
-            first. Only results that the first result does not need are looked up with it.
+            first. It is called for results that the first result is not computed from.
     """
     for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
         for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):

@@ -94,9 +94,9 @@ def _only_returned(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
-    """Whether a node of `found`, which leads only to the output, has a single operand.
+    """Whether a node is in `found` and has a single operand. The nodes in `found` lead only to the output.
 
-    Such a call reshapes, scales, converts or sends its operand.
+    A call with a single operand reshapes, scales, converts or sends its operand.
     """
     return user in found and len(user.all_input_nodes) == 1
 

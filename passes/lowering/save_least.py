@@ -120,7 +120,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Whether a call reads its operand once, so that a fused kernel can compute the operand on the fly."""
+    """Whether a call is a reduction, a norm or a softmax. A fused kernel can compute its operand on the fly."""
     return getattr(node.target, "_opname", None) in _REDUCTIONS
 
 

@@ -52,7 +52,7 @@ class StartAhead:
 
 
 def _gathers(graph: fx.Graph) -> list[fx.Node]:
-    """Return the all-gathers of values that are computed from parameters alone, by their communicator's purpose."""
+    """Return the all-gathers whose communicator has the purpose "parameters" (`NameCommunicators`)."""
     nodes = graph.find_nodes(op="call_function", target=ALL_GATHER)
     return [node for node in nodes if is_for(str(node.args[-1]), Purpose.PARAMETERS)]
 
@@ -80,8 +80,8 @@ class _Order:
     Args:
         graph: the graph.
         starts: the collectives that the pass moves, in the order in which their results are first read.
-        moving: these collectives and all nodes from which they are computed. They are placed only when another node
-            needs them.
+        moving: `starts` and all nodes from which they are computed. A moving node is placed only when another node
+            needs it.
         depths: for each node, the greatest number of `starts` on a path that leads to it, itself included.
         placed: the nodes that are already in the new order.
     """

@@ -29,7 +29,8 @@ from passes.preparation.rewriting import in_order
 _MOST_PASSED = 8
 """Number of reductions of gradients that a collective may move past.
 
-A layer under tensor parallelism has no more of them between two waits, for four matrices, their biases and norms.
+A layer under tensor parallelism reduces at most eight gradients between two waits: of four matrices, their biases
+and norms.
 """
 
 

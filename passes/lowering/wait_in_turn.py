@@ -10,7 +10,7 @@ next bucket b has started. Before → after, for the computations f, g and h of 
 So second reductions overlap with computation too, and the links of the first reduction are never idle.
 
 A reduce-scatter under way holds its operand in memory. With `most_held`, at most this many reduce-scatters are under
-way. The oldest is waited for before a further one starts.
+way. A further reduce-scatter starts only after the wait for the oldest.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class _Turns:
     def _start_chained(self, group: str, last: fx.Node) -> Iterator[fx.Node]:
         """Yield the `chained` collectives that can start once collective `last` of process group `group` has started.
 
-        Such a collective needs the result of an earlier collective of this group, and otherwise only moves. The waits
-        and moves that it needs come before it.
+        Such a collective reads the result of an earlier collective of this group through waits, views and copies alone.
+        These waits, views and copies come before the collective.
         """
         for start in self.chained:
             needed = [] if start in self.placed else self._needed(start)

@@ -45,9 +45,9 @@ def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """Yield `nodes` in an order in which each node of `waiting` comes just before the first other node that reads it.
+    """Yield `nodes` in an order in which each node of `waiting` comes just before its first reader.
 
-    `waiting` is an ordered set, which is emptied.
+    Readers in `waiting` do not count. `waiting` is an ordered set, which is emptied.
     """
     for node in nodes:
         if node.op == "output":

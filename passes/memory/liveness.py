@@ -128,11 +128,11 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """Return the lifetimes in another search space of the same step, with this object's other arguments."""
+        """Return `find_lifetimes` of another search space of the same step, with all other arguments of this object."""
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Return how many more values of this lifetime a rank always holds, for its other stages and micro-batches.
+        """Return how many equal values a rank holds at all times beside this value, for other stages and micro-batches.
 
         Args:
             interval: the lifetime of one value.

@@ -140,7 +140,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     sums = [memory.new(size) for size in carried]
 
     def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
-        """Bytes beside the sums while a graph adds the gradients that `own` carries to them."""
+        """Return the peak in bytes, without the sums, while `graph` adds the gradients of `own` to the sums."""
         memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
         return _restart(memory) - base - hoisted - sum(carried)
 
@@ -282,7 +282,11 @@ class _RankWalk:
                 self._add(number, needs, needs.second_half, needs.second_half_with_sums)
 
     def _add(self, number: int, needs: _Needs, first: int, later: int) -> None:
-        """Make a micro-batch's gradients with `first` more bytes, or add them to sums with `later` more."""
+        """Update the peak with the backward of one micro-batch in stage `number`.
+
+        The stage's first backward makes gradients, with `first` bytes in addition to `live`. Each later backward adds
+        its gradients to these sums, with `later` bytes in addition to `live`.
+        """
         self._reach(later if number in self.summed else first)
         if number not in self.summed:
             self.summed.add(number)

@@ -150,11 +150,11 @@ class _Ruled:
             raise ReachedError("depends on the length")
 
     def _is_absorbed(self, labels: frozenset[Label]) -> bool:
-        """Whether elements in the padding of these reduced parts add nothing to the clean part of the results."""
+        """Whether the padding of the reduced parts `labels` adds nothing to the clean part of the results."""
         return self._is_zero(labels) or self._is_filled(labels)
 
     def _is_zero(self, labels: frozenset[Label]) -> bool:
-        """Whether the addends that the clean result gets from the padding of these reduced parts are all zero."""
+        """Whether the padding of the reduced parts `labels` contributes only zeros to the clean part of the results."""
         if any(self.bound.reduce.get(factor) is not Reduction.SUM for factor, _ in labels):
             return False
         found = self._operands(0, CLEAN, labels)
@@ -231,7 +231,7 @@ class _Ruled:
         return content
 
     def _is_clean(self, result: int, region: Region, operand: int) -> bool:
-        """Whether a region of a result depends only on the clean part of an operand."""
+        """Whether a region of result number `result` depends only on the clean part of operand number `operand`."""
         wanted = {self._label(self.bound.outputs[result], place) for place in region}
         value, dims = self.call.operands[operand], self.bound.inputs[operand]
         return not any(self._label(dims, place) in wanted for place in value.places)
@@ -246,7 +246,10 @@ class _Ruled:
         return found[0][added] if is_mask else None
 
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
-        """Whether a region of a result is zero, because operands in which the call is linear are zero there."""
+        """Whether a region of a result is zero, because operands in which the call is linear are zero there.
+
+        `subsets` has the sets of reduced parts. Each set stands for the addends in the padding of exactly these parts.
+        """
         groups = [group for group in self.bound.linear if group]
         return any(
             all(
@@ -274,7 +277,7 @@ _COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedC
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
-"""Reduction to a function that returns the content of the extreme over elements of several regions."""
+"""Reduction to the function that returns the content of the minimum or maximum, given the contents of regions."""
 
 
 def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Mapping[str, int]) -> None:

@@ -22,7 +22,7 @@ from autoshard.rules.ranges import range_of_call, range_of_type
 aten = torch.ops.aten
 
 _EXACT = 2.0**53
-"""Whole numbers below this are exact in float64."""
+"""Whole numbers below this number are exact in float64."""
 
 _MASKED = -5e3
 """Scores below this have no weight in a softmax. Masks that are added hold -1e4 or less, other scores are far above."""
@@ -36,8 +36,8 @@ class PaddedContent:
         low, high: the smallest and the largest number.
         is_finite: whether all numbers are finite; then none is NaN.
         is_clean: whether the numbers also occur in the clean part, as in a row that is repeated.
-        is_like_clean: whether numbers are infinite only if the clean part is. For example, this is so for scores plus a
-            mask without padding.
+        is_like_clean: whether the region contains infinities only if the clean part contains infinities. An example
+            is scores plus a mask without padding.
 
     Example:
         >>> constant(0.0).is_constant, UNKNOWN.is_constant
@@ -105,7 +105,7 @@ def either(contents: Iterable[PaddedContent]) -> PaddedContent:
 
 
 def is_masked(content: PaddedContent) -> bool:
-    """Whether scores have no weight in a softmax, e.g. -inf, -1e9 or the smallest number of their type."""
+    """Whether scores with this content (e.g. -inf or -1e9) have no weight in a softmax."""
     return content.high <= _MASKED
 
 
@@ -213,7 +213,7 @@ def _or(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | Non
 
 
 def _other_than(neutral: float, node: fx.Node, given: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Return the other operand of a logical operator, if one operand is the neutral boolean; else None."""
+    """Return the content of the other operand of a logical operator, if one operand is `neutral`; else None."""
     if not _are_boolean(node) or len(given) != 2 or not any(item.is_only(neutral) for item in given):
         return None
     return given[1] if given[0].is_only(neutral) else given[0]
@@ -401,7 +401,7 @@ def weighs(node: fx.Node) -> bool:
 def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     """Whether a call with finite operands has finite results and gradients.
 
-    The answer is also True if all operands have only numbers of the clean part: padding then adds no infinity.
+    The answer is also True if all operands have only numbers of the clean part. Padding then adds no infinity.
     """
     holds = _RISKS.get(_packet(node))
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)

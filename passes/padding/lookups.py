@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @padded_call(aten.embedding.default)
 def _embedding(call: PaddedCall) -> Results:
-    """Check that indices in padding are rows of the table, then follow the sharding rule."""
+    """Return the padded value of rows of a table. Indices in padding must be rows of the table too."""
     table, indices = call.operands[0], call.operands[1]
     rows = table.shape(0)[0]
     for region, content in indices.contents.items():
@@ -39,7 +39,10 @@ _UNBOUNDED = 2.0**62
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Take elements at broadcast index tensors; the result's dims are those of the indices and of unindexed dims."""
+    """Return the padded value of the elements at index tensors.
+
+    The result has the dims of the broadcast index tensors, and the dims that are not indexed.
+    """
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
     if not call.is_padded:
@@ -171,7 +174,7 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """Return an extreme over a dim and its index, or the index alone.
+    """Return the padded values of an extreme over a dim and of its index, or of the index alone.
 
     Over a padded dim, no element of the padding may be more extreme than any clean element.
     """
@@ -209,7 +212,7 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Follow padding through a scan. Each element depends only on earlier elements, and padding comes last."""
+    """Return the padded values of a scan. Each element depends only on earlier elements, and padding comes last."""
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):

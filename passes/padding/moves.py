@@ -1,4 +1,7 @@
-"""Follow padding through calls that create tensors or move elements: views, slices, concatenations, triangles."""
+"""Follow padding through calls that create tensors or move elements: views, slices, concatenations, triangles.
+
+The function of an operator returns the padded values of a call's results. The function computes no tensor.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _FILLED = tuple(target for target in CREATIONS if target not in (aten.arange.def
 
 
 def _filled(call: PaddedCall) -> Results:
-    """Create a tensor whose elements all equal one number, or are unset; an operand gives only the type."""
+    """Return the padded value of a new tensor. All its elements equal one number, or they are unset."""
     made = UNKNOWN if call.target in _EMPTY else content_of_call(call.node, [x.content(CLEAN) for x in call.operands])
     return (PaddedValue.of(call.plain_dims(), lambda _: made),)
 
@@ -44,7 +47,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """Create a range. The range of the exact program is a prefix of the padded range."""
+    """Return the padded value of a range. The range of the exact program is a prefix of the padded range."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -66,7 +69,7 @@ def _arange(call: PaddedCall) -> Results:
 @padded_call(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, sizes=(1,))
 @padded_call(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _view(call: PaddedCall) -> Results:
-    """Merge and split dims; a padded part of a dim must stay whole."""
+    """Return the padded value of a view that merges and splits dims. A padded part of a dim must stay whole."""
     (x,) = call.operands
     waiting = _waiting_parts(x)
     dims: list[Dim] = []
@@ -95,7 +98,7 @@ def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
 
 
 def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict[Place, Place]) -> Dim:
-    """Take the parts of one new dim from the front of `waiting`; a part without padding may be split.
+    """Remove the parts of one new dim from the front of `waiting`, and return them; parts without padding may be split.
 
     Args:
         waiting: the parts that no new dim has yet. Taken parts are removed.
@@ -125,7 +128,7 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
 
 @padded_call(aten.expand.default, aten.expand_copy.default, aten.repeat.default, sizes=(1,))
 def _expand(call: PaddedCall) -> Results:
-    """Expand dims of size one, or repeat dims; a padded dim must be neither expanded nor repeated."""
+    """Return the padded value of an expanded or repeated tensor. No padded dim may be expanded or repeated."""
     (x,) = call.operands
     dims: list[Dim] = [(size,) for size in zip(call.shapes(0)[0], call.shapes(1)[0], strict=True)]
     new = len(dims) - len(x.dims)
@@ -228,7 +231,7 @@ def _select_scatter(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice_scatter.default, sizes=(3, 4))
 def _slice_scatter(call: PaddedCall) -> Results:
-    """Write one tensor into a slice of another. The slice of a padded dim must reach to the dim's end."""
+    """Return the padded value of a tensor with a written slice. A slice of a padded dim must reach the dim's end."""
     x, source = call.operands
     dim = call.argument(2, "dim", 0) % len(x.dims)
     others = [(one, other) for place, (one, other) in enumerate(zip(x.dims, source.dims, strict=True)) if place != dim]
@@ -261,7 +264,10 @@ def _operand_and_dim(call: PaddedCall) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """Concatenate tensors. Behind a tensor padded along the dim, only the number in its padding may follow."""
+    """Return the padded value of concatenated tensors.
+
+    Along the dim, all elements after the first padding must equal the number in this padding.
+    """
     ranks = [len(value.dims) for value in call.operands]
     dim = call.argument(1, "dim", 0) % max(ranks)
     pieces = [value for value in call.operands if value.shape(0) != (0,) or max(ranks) == 1]
@@ -278,7 +284,7 @@ def _cat(call: PaddedCall) -> Results:
     behind = pieces[first + 1 :]
 
     def padding(region: Region) -> PaddedContent:
-        """Return the content of everything from the padding of the first padded tensor on."""
+        """Return the content of the first padded tensor's padding and of all tensors behind it, together."""
         found = [pieces[first].content(region)]
         for value in behind:
             found.append(value.content(region - {place}))
@@ -296,7 +302,10 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """Pad dims with a number. Behind a padded dim, the number must be that in its padding."""
+    """Return the padded value of a tensor that the call pads with a number.
+
+    Behind a dim with padding, the number must equal the number in that padding.
+    """
     (x,) = call.operands
     amounts: Sequence[int] = call.argument(1, "pad")
     number = constant(call.argument(2, "value", 0))
@@ -329,10 +338,10 @@ def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: PaddedCon
 
 
 def _triangle(call: PaddedCall, *, is_lower: bool) -> Results:
-    """Keep a triangle of a matrix, and set other elements to zero.
+    """Return the padded value of a matrix of which only a triangle is kept. Other elements become zero.
 
-    A lower triangle keeps elements with column - row <= `diagonal`, an upper triangle those with column - row >=
-    `diagonal`.
+    A lower triangle has the elements with column - row <= `diagonal`. An upper triangle has the elements with
+    column - row >= `diagonal`.
     """
     (x,) = call.operands
     diagonal = call.argument(1, "diagonal", 0)

@@ -1,4 +1,4 @@
-"""A call of the program with padding beside the same call of the program without, and a table of functions by operator.
+"""A call with padding beside the same call without padding, and a table of functions by operator.
 
 A function of the table takes such a call and returns the padded values of its results. It checks that the clean part of
 each result depends only on the clean parts of the operands, by the same numbers in both programs. Otherwise it raises

@@ -112,7 +112,7 @@ class _Pair:
         self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
 
     def cuts(self, length: int, exact: int) -> Mapping[int, Grown]:
-        """Prove the pair of programs, and return the padded dims of each output, by the output's number.
+        """Prove that padding reaches no result; return the padded dims of each output, by the output's number.
 
         Args:
             length: length of the padded inputs.

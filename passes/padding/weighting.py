@@ -1,4 +1,8 @@
-"""Follow padding through calls that weigh or leave out elements: softmax, attention, dropout, losses."""
+"""Follow padding through calls that weigh or leave out elements: softmax, attention, dropout, losses.
+
+The function of an operator returns the padded values of a call's results: their padding, and the numbers in each part
+of it. The function raises `ReachedError` if padding may change the results outside padding.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,12 @@ _LOGARITHMS = (aten._log_softmax.default, aten.log_softmax.int)
     aten._softmax.default, aten._log_softmax.default, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default
 )
 def _softmax(call: PaddedCall) -> Results:
-    """Check that scores in padding get no weight: each must be -inf, or include a mask's large negative number."""
+    """Return the result of a softmax, in which scores in padding get no weight.
+
+    Raises:
+        ReachedError: a score in padding is neither -inf nor includes a mask's large negative number, or a gradient may
+            be NaN.
+    """
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):
@@ -81,9 +90,12 @@ def _log_sum_exp(call: PaddedCall) -> Results:
 
 @padded_call(ours.attention.default, sizes=(10,))
 def _attention(call: PaddedCall) -> Results:
-    """Check that queries outside padding see no keys in padding.
+    """Return the results of attention, in which queries outside padding see no keys in padding.
 
     Either a mask hides the keys in padding, or attention is causal and these keys come later.
+
+    Raises:
+        ReachedError: a query may see keys in padding, or keys or values in padding may be NaN.
     """
     q, k, v = (call.operand(index) for index in range(3))
     mask = None if call.argument(3, "mask") is None else call.operand(3)
@@ -128,7 +140,7 @@ def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
 
 @padded_call(ours.dropout.default, sizes=(4, 5))
 def _dropout(call: PaddedCall) -> Results:
-    """Drop or scale each element by itself."""
+    """Return the result of dropout, which drops or scales each element by itself. Zeros in padding stay zero."""
     x = call.operands[0]
 
     def content(region: Region) -> PaddedContent:
@@ -148,7 +160,7 @@ def _random(call: PaddedCall) -> Results:
 
 @padded_call(ours.cross_entropy.default)
 def _cross_entropy(call: PaddedCall) -> Results:
-    """Compute the loss of each row. A row whose target is ignored has loss zero for any logits."""
+    """Return the results, one loss for each row. A row whose target is `ignore_index` has loss zero for any logits."""
     logits, target = call.operands
     if logits.is_dim_padded(1):
         raise ReachedError("needs all of the padded dim")
@@ -171,7 +183,13 @@ def _rows_of_loss(logits: PaddedValue, target: PaddedValue, ignored: int) -> Res
 
 @padded_call(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(call: PaddedCall) -> Results:
-    """Check that all targets in padding are `ignore_index`. A mean divides by the weight of the other targets only."""
+    """Return the loss and the total weight of the targets. Targets in padding must be `ignore_index`.
+
+    Such targets add nothing to the loss or to the total weight, by which a mean divides.
+
+    Raises:
+        ReachedError: a target in padding may be counted.
+    """
     x, target = call.operands[0], call.operands[1]
     reduction, ignored = call.argument(3, "reduction"), call.argument(4, "ignore_index")
     rows = [place for place in range(len(x.dims)) if place != (1 if len(x.dims) > 1 else 0)]

@@ -6,8 +6,8 @@ share a latency. On GPUs, most buckets also run beside computation, while comput
 activations. So a layout that gathers many parameters and sends few activations runs faster than the first search
 expects. The best choice at *bucket prices* becomes one more candidate. The time of its lowered program decides.
 
-At bucket prices, a collective takes its share, by bytes, of the seconds of the smallest bucket. They apply to links
-from values that are computed from parameters alone, and to links to calls that only update or leave the program.
+At bucket prices, a collective takes its share, by bytes, of the seconds of the smallest bucket. `bucketed_links` finds
+the links with bucket prices. Their values are computed from parameters alone, or lead only to the update or an output.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ update. At single prices with nothing hidden, all take 0.49 to 0.87 times (2026-
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
     """Return the fraction of the seconds of parameters' and gradients' collectives that a step likely hides.
 
-    They hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0. On one machine,
-    communication takes cores from computation (`cost_models.streams.overlap_of`). Hiding over a network of CPUs was not
-    measured.
+    These collectives hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0. On one
+    machine, communication takes cores from computation (`cost_models.streams.overlap_of`). Hiding over a network of
+    CPUs was not measured.
 
     Args:
         planning: the planning problem.
@@ -209,7 +209,10 @@ def _alone(planning: PlanningProblem, link: Link) -> Floats:
 
 
 def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
-    """Return the value on a link, the specs in which options of the tail make it, and of the head need it."""
+    """Return the value on a link, the specs of the tail's options, and the specs of the head's options.
+
+    An option of the tail makes the value in its spec. An option of the head needs the value in its spec.
+    """
     tail, head = planning.space.sites[link.tail], planning.space.sites[link.head]
     return tail.results[link.result], specs_of(tail, link.result), needs_of(head, link)
 
@@ -217,8 +220,8 @@ def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Sp
 def bucketed_links(planning: PlanningProblem) -> frozenset[int]:
     """Return the indices of the links whose collectives join buckets. The result is cached with the problem.
 
-    These are links from values that are computed from parameters alone. They are also links to the update, to calls
-    whose results only the update reads, and out of the program as gradients or updates.
+    A collective joins a bucket if its value is computed from parameters alone. It also joins a bucket if its reader is
+    the update, or a call whose results only the update reads. Values that leave the program join buckets too.
     """
     if "bucketed_links" not in planning.derived:
         planning.derived["bucketed_links"] = frozenset(_bucketed(planning.space))

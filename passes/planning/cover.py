@@ -1,4 +1,4 @@
-"""Report for each operator whether a plan splits its calls or runs them whole on every rank, and the seconds."""
+"""Report for each operator whether a plan splits its calls or runs them whole on every rank, and the calls' seconds."""
 
 from __future__ import annotations
 

@@ -115,9 +115,9 @@ MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Return a dict from each mesh axis that a recipe restricts to the axis' role.
+    """Return the role of each mesh axis that a recipe restricts, by axis.
 
-    The dict lacks axes of size one, and axes of which the recipe gives no field (`recipe_meshes.FIELDS`).
+    Axes of size one are absent, and so are axes for which the recipe gives no field (`recipe_meshes.FIELDS`).
 
     Raises:
         RecipeError: the mesh does not fit the recipe.
@@ -138,7 +138,7 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
-    """Return a dict from each variable that a recipe restricts to a mask of the options that the recipe allows.
+    """Return masks of the options that a recipe allows, by variable. Variables without a restriction are absent.
 
     Raises:
         RecipeError: the mesh does not fit the recipe, or the program has no value that the recipe can split over some
@@ -266,9 +266,10 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Yield for each use of an expert's matrix whether the strategies of the reading call split it as `experts` says.
+    """Yield for each call that uses matrices of experts whether its strategies split the matrices as `experts` says.
 
-    Experts that are shared out among ranks are shared out at rest too, so the matrices themselves are yielded then.
+    For WHOLE, the flags say whether a strategy splits the matrices in any way. For SHARED_OUT, the parameters are
+    yielded too, because experts that are shared out among ranks are shared out at rest.
     """
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:

@@ -26,7 +26,10 @@ def link_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -
 
 
 def _phase_of(space: SearchSpace, link: Link) -> str:
-    """Return the phase in which a link's reshard runs: the phase of its head, or of its tail if the value leaves."""
+    """Return the phase in which a link's reshard runs.
+
+    This is the phase of the link's head, or of its tail if the value leaves the program.
+    """
     head = space.sites[link.head]
     return space.sites[link.tail].phase if leaves_program(head, link) else head.phase
 

@@ -34,7 +34,10 @@ EXACT_PAIRS = 20_000
 """A problem is small if the pairs of options of all its edges together are at most this many."""
 
 _EXACTLY = Effort(1e-9, 1e6)
-"""Effort of the exact search before the search by duality takes over: 50 nodes of the largest small problem."""
+"""Limits of the exact search: 50 nodes of the search tree for the largest small problem (`EXACT_PAIRS`).
+
+If the limits do not suffice, the search by duality takes over.
+"""
 
 
 class Searchable(Protocol):
@@ -73,8 +76,8 @@ class Search:
         tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
         is_thorough: continue the search of a large problem after a choice fits (`DualSearch.presses`).
-        fineness: if memory is scarce, a thorough search combines the choices that it has seen. It does so while the
-            relative gap exceeds this fraction of `tolerance`.
+        fineness: a thorough search continues while the relative gap exceeds this fraction of `tolerance`, at most 1.
+            If memory is scarce, the search then also combines the choices that it has seen.
         says_smallest: name a sufficient memory limit in the error, even if it is proven that no choice fits.
         control: is told the progress, and may stop the search.
     """

@@ -76,10 +76,10 @@ def tied_levels(
 ) -> list[Groups]:
     """Return the possible ways to group the axes of a mesh, from single axes to the fewest groups.
 
-    Each way joins two neighbouring groups of the way before, the outermost possible ones.
+    Each grouping joins two neighbouring groups of the grouping before it: the outermost two that may be joined.
 
     Args:
-        mesh: the mesh. If it has one or two axes, the only way is single axes.
+        mesh: the mesh. With one or two axes, the only grouping is single axes.
         constraints: specs of the user. Axes that a spec uses differently are not joined.
         before: a plan whose specs are treated as constraints.
         recipe: a recipe. If it decides the use of some axis, no axes are joined.

@@ -173,7 +173,10 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """Return a backward followed by the addition of gradients to their sums, which takes `seconds` on average."""
+    """Return a backward followed by the addition of gradients to their sums.
+
+    The addition takes `seconds`, the mean over micro-batches: the first micro-batch adds nothing.
+    """
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
@@ -188,7 +191,7 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Return the seconds that each value takes between two ranks.
+    """Return the seconds that each exchanged value takes between two ranks.
 
     If the two ranks of any of the parallel pipelines are in different nodes, the value crosses the network.
     """

@@ -90,7 +90,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
 
 
 def _local_s(planning: PlanningProblem, choice: Sequence[int], item: _Contraction) -> float:
-    """Return the seconds that the FLOPs of one rank for these calls take at the device's peak."""
+    """Return the seconds that one rank's FLOPs of the calls `item` take at the device's peak, under `choice`."""
     mesh, strategy = planning.space.mesh, planning.strategy(item.site, choice)
     results = planning.space.sites[item.site].results
     inputs = [s.local_shape(v.shape, mesh) for v, s in zip(item.operands, strategy.inputs, strict=True)]

@@ -86,9 +86,9 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Return a segment that adds the gradients of all later micro-batches to those of the first.
+    """Return one segment, which adds the gradients of all later micro-batches to the gradients of the first.
 
-    The list is empty for one micro-batch.
+    `adding_s` is the time for one micro-batch. The list is empty if there is only one micro-batch.
     """
     more = micro_batches - 1
     if not more or not adding_s:
@@ -175,7 +175,10 @@ class _PhaseWalk:
             yield _Walked(node, spot, awaited=_collective_behind(node))
 
     def _whole_s(self, node: fx.Node, seconds: float) -> float:
-        """Return the seconds of a call if its bucket is as large as in the whole program, with all left-out units."""
+        """Return the seconds that a call takes in the whole program; `seconds` is its time in this program.
+
+        In the whole program, the bucket that the call packs or unpacks also has values of the left-out units.
+        """
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
         return latency_s + whole_size(node, seconds - latency_s)
 
@@ -202,12 +205,12 @@ class _PhaseWalk:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a node computes for a call of the traced program, at the call's place."""
+    """Whether a node computes a call of the traced program. Reshards and recomputed nodes do not count."""
     return EMITTED_AT in node.meta and IS_RESHARD not in node.meta and node.meta.get("phase") != PHASE
 
 
 def _label(node: fx.Node) -> str:
-    """Return the label under which a node's time is reported, e.g. its phase."""
+    """Return the label under which a node's time is reported: copies of reshards, offload, or the node's phase."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)

@@ -316,7 +316,10 @@ def cut_forward(
 
 
 def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
-    """Return, for each index in `forward`, the bytes of values made before it that are read from it on."""
+    """Return the bytes that cross a cut in front of each index in `forward`.
+
+    Values that are made before the index and read at the index or later cross the cut.
+    """
     places = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 2)
     for node, index in places.items():

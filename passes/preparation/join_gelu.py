@@ -90,7 +90,7 @@ class _Joining:
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Join the written-out gradients of the gelu of the value with this number."""
+        """Replace the written-out gradients of gelu(z) by `gelu_backward`; z is the value with this number."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}
@@ -99,7 +99,10 @@ class _Joining:
                 self._replace(made[-1], _aten.gelu_backward.default, (gradient, number))
 
     def join(self, number: int) -> None:
-        """Join the written-out gelu of the value with this number, if nothing else reads its intermediate values."""
+        """Replace the written-out gelu(z) by `gelu`; z is the value with this number.
+
+        If other calls read an intermediate value of the gelu, nothing is replaced.
+        """
         if found := self._find(_form(is_backward=False), (number,)):
             within = {node for node in self.nodes if self.numbering.numbers.get(node) in found[:-1]}
             whole = within | {node for node in self.nodes if self.numbering.numbers.get(node) == found[-1]}

@@ -120,7 +120,7 @@ class Numbering:
         Args:
             key: the pattern: a structure whose operands are indices into `values`.
             places: the indices that occur in the pattern.
-            values: sets of numbers.
+            values: sets of numbers; the pattern's indices refer to these sets.
         """
         if all(len(values[place]) == 1 for place in places):
             number = self.keys.get(_with_single_operands(key, values))
@@ -171,7 +171,7 @@ def mirrored_key(key: Key) -> Key | None:
 def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
     """Return the structure of a constant: its type, shape and a hash of its bytes.
 
-    A constant without bytes (on the meta device, or no tensor) is known by its name.
+    For a constant without bytes (on the meta device, or no tensor), the structure has the name instead.
     """
     value = operator.attrgetter(str(node.target))(graph_module)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
@@ -188,7 +188,7 @@ _LONG = 16
 
 
 def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
-    """Turn an argument into nested tuples, which are equal exactly if the arguments are equal to a call.
+    """Return an argument as nested tuples. Two results are equal exactly if a call treats the two arguments alike.
 
     `operand` returns the key of each node or proxy in the argument.
     """

@@ -18,7 +18,7 @@ _INHERITED = ("phase", "module", "source")
 
 
 def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Copy nodes, given in dependency order, into a new graph; return the graph, and node to copy."""
+    """Copy nodes, given in dependency order, into a new graph; return the graph, and a dict from node to copy."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -103,6 +103,6 @@ def insert_call(
 
 
 def replace_slot_node(program: Program, old: str, new: str) -> Program:
-    """Return the program in which results that node `old` made are those of node `new`."""
+    """Return the program whose output slots name node `new` in place of node `old`."""
     outputs = tuple(dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs)
     return dataclasses.replace(program, outputs=outputs)

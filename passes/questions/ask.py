@@ -123,7 +123,7 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """Return the ways that the plan already uses, in words, and the fastest plan with each other way.
+        """Return the ways that the plan already uses, in words, and the cost of the fastest plan with each other way.
 
         Args:
             plan: the plan that the question is about.
@@ -142,7 +142,7 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the fastest plan under each restriction of recipes, and why a restriction could not be planned, or "".
+        """Return the cost of the fastest plan under each restriction of recipes, and why a restriction failed, or "".
 
         Args:
             plan: the plan that the question is about.
@@ -157,7 +157,7 @@ class Questions:
         return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
-        """Return the fastest plan with a change; None if the change does not apply to the model.
+        """Return the cost of the fastest plan with a change; None if the change does not apply to the model.
 
         `name` is the change in words, which the result contains.
         """
@@ -169,7 +169,7 @@ class Questions:
         return Variant(words, **_figures(found))
 
     def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
-        """Return the fastest plan in which a site has a spec. If constraints exclude the spec, `fits` is False."""
+        """Return the cost of the fastest plan in which a site has a spec; `fits` is False for an excluded spec."""
         try:
             return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
         except RecipeError:
@@ -273,7 +273,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a name is an internal one, e.g. of a value that stages exchange, which no user has chosen."""
+    """Whether a name is internal, and not chosen by a user: for example, of a value that stages exchange."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 

@@ -25,7 +25,10 @@ from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
-"""Name of a symbol to the dim that has its size, in every input, or by input's name ({"batch": {"input:0": 0}})."""
+"""Name of a symbol to the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
+
+If inputs differ in this dim, the value is a dict from the input's name to its dim, e.g. {"batch": {"input:0": 0}}.
+"""
 
 _MAX_DEGREE = 2
 
@@ -164,7 +167,7 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
         return seen[point]
 
     def checked(degree: int) -> list[Point]:
-        """Return a point outside the grid in a list: odd sizes if the model runs with these, else larger sizes."""
+        """Return a list of one point outside the grid: odd sizes if the model runs with these, else unused `trials`."""
         odd = tuple(size.odd for size in sizes)
         try:
             look(odd)

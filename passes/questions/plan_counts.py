@@ -119,7 +119,8 @@ class PlanCounts:
     def _walked(self) -> list[tuple[_At, PhasedProgram]]:
         """Return the lowered programs of step 2 of the module's docstring, each with the values of all symbols.
 
-        The first has the plan's own sizes. An axis of size one is larger in all of them, so that it has collectives.
+        The first program has the plan's own sizes, except that a symbolic axis of size one is larger. An axis of size
+        one would have no collectives, so it is larger in all programs (if the plan can be lowered so).
         """
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh

@@ -5,9 +5,9 @@ A layer class is all blocks of one kind, or the part of the model before or afte
 1. Trace the model at a few lengths of its inputs, and sort its layers into layer classes. Price each class for the
    recipe's micro-batch and for twice as many sequences, on the recipe's axes and on axes of one rank.
 2. Fit the FLOPs and bytes of each layer class as polynomials in sizes of inputs (`fit_sizes`). They are linear in the
-   micro-batch, and in one over the size of each axis.
-3. Compute the quantities of a rank from its layer classes, as `price_recipe` does. They include each collective (twice
-   for recomputed blocks), ZeRO's gathers and reductions, and the transfers between stages.
+   micro-batch, and in 1 / (size of an axis) for each axis.
+3. Compute the quantities of a rank from its layer classes, as `price_recipe` does. The quantities include each
+   collective (twice for recomputed blocks), ZeRO's gathers and reductions, and the transfers between stages.
 
 If the stages of a pipeline differ, a rank's share is the mean over stages. All splits count as even.
 """
@@ -150,7 +150,7 @@ class CountsOfPrice:
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """Return (layer class, name of a number) to the number's values on the grid of `_trials`."""
+        """Return a dict from (layer class, name of a number) to the number's values on the grid of `_trials`."""
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}

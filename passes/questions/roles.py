@@ -22,7 +22,8 @@ Stages = Sequence[tuple[PlanningProblem, SpecOf]]
 def role_of(stages: Stages, axis: str) -> str:
     """Return the role of a mesh axis in a plan: "tensor", "fsdp", "zero-2", "zero-1" or "data"; "" without a role.
 
-    The role is that which the axis has for most elements of the model's matrices.
+    An axis may have different roles for different matrices. The role with the most elements of matrices counts. Roles
+    other than "tensor" also require that the axis splits activations.
 
     Args:
         stages: stages of the plan.

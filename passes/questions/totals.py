@@ -39,7 +39,7 @@ Counted = tuple[BlockPlace | None, Size]
 
 
 def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
-    """Return (path of a list, kind of block) to the name of the symbol for the number of blocks of this kind.
+    """Return a dict from (path of a list, kind of block) to the symbol's name for the number of blocks of this kind.
 
     The name is "layers". If there are several lists, the list's path follows ("layers_encoder_block"). If a list has
     several kinds of blocks, the number of the kind follows ("layers_0").

@@ -34,7 +34,7 @@ class JointSolution:
         restored: the recomputed and offloaded nodes.
         recomputable, offloadable: number of nodes that could have been recomputed or offloaded.
         host_bytes: bytes of host memory for each rank.
-        counted_bytes: the most bytes in use on each rank by the search's tables; infinite if not needed.
+        counted_bytes: the most bytes in use on each rank by the search's tables; infinite if they are not counted.
     """
 
     planning: PlanningProblem

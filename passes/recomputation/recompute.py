@@ -11,7 +11,8 @@ inserted just before the node that the plan names. All readers of `y` outside th
 `y_back`. The forward keeps `y_host`, which takes no memory of the device.
 
 A clone equals its original, because nodes are pure and random operators are indexed by a counter. A copy from the host
-equals its original, too. The verifier (`verify_preparation`) gives both one number, or refuses the program.
+equals its original, too. The verifier (`verify_preparation`) gives a node and its clone or copy the same number, or
+refuses the program.
 """
 
 from __future__ import annotations

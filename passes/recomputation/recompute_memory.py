@@ -41,8 +41,8 @@ class RecomputeMemory:
     Args:
         planning: the problem without recomputation.
         options: the policies that each value may have.
-        spread: known tables over options and policies.
-        wholes: by view, known bytes of the whole memory that the view lies in.
+        spread: a cache of tables of bytes; alike values share a table.
+        wholes: a cache of the results of `_whole_bytes`, by the name of a view.
     """
 
     planning: PlanningProblem
@@ -137,10 +137,11 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """Return the item of a forward value after its last use in the forward, where a link still needs its memory.
+        """Return the item of a forward value whose memory a link needs after the value's last use in the forward.
 
-        The item exists under the policies that hold the value if `is_held`, and otherwise under all other policies.
-        While the second life of a held value lasts, the second life counts the bytes.
+        `kept` has the interval of the item, and `link` joins the value to its reader. The item exists under the
+        policies that hold the value if `is_held`, and otherwise under all other policies. While the second life of a
+        held value lasts, the second life counts the bytes.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -215,7 +216,10 @@ class RecomputeMemory:
 
     @cached_property
     def deaths(self) -> dict[tuple[str, int], int]:
-        """The last use of every value of the split space, including uses through views, as a program point."""
+        """For each value of the split space, the program point of its last use, including uses through views.
+
+        A key is a site's name and the index of a result.
+        """
         links: dict[tuple[str, int], list[Link]] = defaultdict(list)
         for link in self.split.space.links:
             links[link.tail, link.result].append(link)
@@ -235,15 +239,15 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last point at which a second life is counted. After it, the last reader counts the memory."""
+        """Return the last point at which a second life is counted. The last reader then counts the memory."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """For each memory (`_memory_of`), the last point at which it is counted as a second life.
+        """For each memory (`_memory_of`), the last point at which a second life counts its bytes.
 
-        After it, the last of its views counts the memory.
+        After this point, the last view of the memory counts the bytes.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
@@ -295,7 +299,7 @@ class RecomputeMemory:
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """For each site, the points at which the forward reads its values."""
+        """For each site, the points at which its values are resharded for their readers."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)
@@ -314,27 +318,33 @@ class RecomputeMemory:
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
-        moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
-        rows = []
+        held = []
         for kept in self.policies_of(link.tail):
             is_of_it = tail.is_input or self.options.holds(link.tail, kept)
             is_of_it = is_of_it or (kept in RESTORED and policy in RECOMPUTED)
             whole = self._own_bytes(link) if kept in OFFLOADED and is_of_it else self._whole_bytes(link)
-            rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
-        there = [other is policy for other in self.policies_of(name)]
-        sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
-        return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
+            held.append(np.zeros_like(whole) if is_covered and is_of_it else whole)
+        there = tuple(other is policy for other in self.policies_of(name))
+        alike = (tail.results[link.result], id(tail.strategies), link.result, id(head.strategies), link.operand)
+        key = (*alike, there, *(whole.tobytes() for whole in held))
+        if key not in self.spread:
+            moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
+            rows = [np.where(moved, self._copy_bytes(name), whole[:, None]) for whole in held]
+            self.spread[key] = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
+        return UsedBytes(interval, self.spread[key], (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
         """Return the bytes of the resharded copy that a view needs of its operand, by the view's option."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
-        return local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
+        key = ("copy", value, id(head.strategies), link.operand)
+        if key not in self.spread:
+            self.spread[key] = local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
+        return self.spread[key]
 
     def _own_bytes(self, link: Link) -> Floats:
         """Return the bytes of a link's value, by the option of the site that makes it."""
-        tail = self.planning.space.sites[link.tail]
-        return local_bytes_of(tail.results[link.result], specs_of(tail, link.result), self.planning.space.mesh)
+        return self.planning.memory.of_value(link.tail, link.result)
 
     def _whole_bytes(self, link: Link) -> Floats:
         """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
@@ -364,7 +374,10 @@ class RecomputeMemory:
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """Return an item that exists only under some policies of its variables. `there` has a flag for each policy."""
+        """Return an item that exists only under some policies of its variables.
+
+        `there` has, for each variable, a flag for each of its policies.
+        """
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -377,7 +390,10 @@ def _site(key: Key) -> str:
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """Return a table repeated for each combination of policies, with zeros for combinations without the item."""
+    """Return a table repeated for each combination of policies, with zeros for combinations without the item.
+
+    `there` has, for each axis of the table, a flag for each policy of the axis' variable.
+    """
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

@@ -1,12 +1,12 @@
-"""Find the values of the forward that may be recomputed in the backward or offloaded until then, and the places for it.
+"""Find the values of the forward that may be recomputed or offloaded, and the sites before which they are restored.
 
 A *policy* says what happens to a value after its last use in the forward:
 
 * AS_READ: the value stays if the backward reads it, and otherwise is freed at once. Without recomputation, all values
   have this policy.
 * KEPT: the value stays for a recomputation, though the backward does not read it.
-* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes it just before the backward first
-  reads it. EARLY recomputes it before the backward first reads any value of its segment that may be recomputed.
+* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes the value just before its first
+  reader in the backward. EARLY recomputes it before the backward reads any recomputable value of the same segment.
 * HOST_EARLY, HOST_LATE: the value goes to the host and is freed after the forward. LATE fetches it just before the
   backward first reads it. EARLY fetches it before any recomputation might read it.
 
@@ -35,7 +35,9 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""The smallest share of a value that gets policies for itself, in all bytes of the forward that the backward reads."""
+"""A variable's values may be recomputed or offloaded if they are at least this share of the bytes that the backward
+reads from the forward. Operands that a recomputation needs may be smaller.
+"""
 
 
 class ValuePolicy(Enum):
@@ -66,7 +68,7 @@ class RecomputeOptions:
     Args:
         policies: for each variable, the possible policies of its sites' values. An absent variable has AS_READ alone.
         anchors: for each site and policy, the site before which the value is restored; in program order.
-        late: names of forward sites whose values the backward reads, directly or through its own views.
+        late: names of forward sites whose values the backward reads, directly or through views that the backward makes.
     """
 
     policies: Mapping[int, tuple[ValuePolicy, ...]]
@@ -145,7 +147,10 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """Return the variables worth recomputing, and the variables that recomputations may need kept."""
+        """Return the variables worth recomputing, and the variables that recomputations may need kept.
+
+        `members` has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
+        """
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
         while waiting:
@@ -186,7 +191,7 @@ class _OptionSearch(ForwardCalls):
     def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
         """Return, for each site and policy of recomputation, the site before which it is recomputed.
 
-        The keys are in program order, and so are those of the other dicts of anchors.
+        The sites are in program order, as in all dicts of anchors.
         """
         names = list(self.space.sites)
         late = self._late_points(set(remade))
@@ -216,7 +221,8 @@ class _OptionSearch(ForwardCalls):
     def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
         """Return the sites before which an offloaded value is fetched, by policy.
 
-        It is fetched before its first reader in the backward, or before a recomputation that reads it.
+        The value is fetched before its first reader in the backward, or before a recomputation that reads it.
+        `anchors` has the sites before which values are recomputed.
         """
         direct = [link.head for link in self.readers[name] if self.is_late(link)]
         clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]

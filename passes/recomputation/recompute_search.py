@@ -51,7 +51,7 @@ def solve_jointly(
         planning: the problem without recomputation.
         search: the search, with the memory limit.
         allowed: for a variable, a mask of its options. Absent variables are free.
-        start: solutions without recomputation. The result costs no more than those that fit.
+        start: solutions without recomputation. The result costs no more than any of these solutions that fits.
         peak_of: counts the memory of a choice on its lowered program.
         recompute: whether values may be recomputed. Without recomputation nothing is offloaded.
         offload: whether values may go to the host, on devices with a link to a host.
@@ -255,7 +255,7 @@ def _frugal(
 
 
 _NEAR = 1.1
-"""A cheap choice within the smallest peak is sought too, if this peak is at most this multiple of the memory limit."""
+"""Largest ratio of the smallest peak to the memory limit at which `_frugal` also searches a cheap choice."""
 
 
 def _within(limit: float, search: Search) -> Search:

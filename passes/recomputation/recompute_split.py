@@ -87,7 +87,7 @@ def _sites(
     late: Mapping[str, str],
     restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
-    """Return the sites in program order.
+    """Yield pairs of a site's name and the site, in program order.
 
     Second lives follow the forward, and recomputations stand where they happen.
     """

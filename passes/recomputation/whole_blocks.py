@@ -43,10 +43,10 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Return the problem without recomputation of a solution of `with_whole_blocks`, and the solution with restored
-    values.
+    """Return the problem without recomputation, and a solution with the nodes that it recomputes and offloads.
 
-    A solution of another problem is returned unchanged, with its own problem.
+    `found` is a solution of a problem that `with_whole_blocks` made. The result has the problem from which it was
+    made. A solution of any other problem is returned unchanged, with its own problem.
 
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.
@@ -86,9 +86,10 @@ class _Blocks(ForwardCalls):
         return dict(block_segments([self.space.sites[name] for name in self.forward]))
 
     def remade(self, *, views_alone: bool) -> dict[str, str]:
-        """Return the recomputed calls, each with the site before which its block is recomputed: its first later reader.
+        """Return the recomputed calls, each with the site before which its block is recomputed.
 
-        With `views_alone`, only views of offloaded values are recomputed.
+        The site is the first site after the forward that reads a recomputed value of the block. With `views_alone`,
+        only views of offloaded values are recomputed.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):

@@ -109,9 +109,10 @@ def layer_counts(names: Sequence[str], stage: Stage) -> Floats:
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:
-    """Return, for each pipeline rank, the largest number of micro-batches whose activations it holds at once.
+    """Return, for each pipeline rank, the most micro-batches whose activations the rank holds at once, per stage.
 
-    The number is a mean over the rank's virtual stages. It depends on the schedule's order alone, and not on times.
+    A rank with several virtual stages counts a micro-batch once for each stage, divided by the number of its stages.
+    The result depends on the schedule's order alone, and not on times.
     """
     if recipe.pipeline == 1:
         return (1.0,)

@@ -22,7 +22,7 @@ class EndLoad(NamedTuple):
     """The parameters of a pipeline rank, and its computation for one micro-batch.
 
     Args:
-        dense, expert: numbers of parameters on the rank: those outside of experts, and those of experts.
+        dense, expert: number of the rank's parameters outside of experts, and number of its experts' parameters.
         forward_s, backward_s: seconds of the rank's forward and backward for one micro-batch.
     """
 

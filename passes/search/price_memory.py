@@ -94,7 +94,7 @@ def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str
     Args:
         held: the bytes of one layer of each class.
         counts: the number of layers of each class on each rank, [..., ranks, classes].
-        in_flight: the micro-batches that each stage of a rank holds at its peak, [..., ranks].
+        in_flight: the number of micro-batches that each stage of a rank holds at the rank's peak, [..., ranks].
     """
 
     def most(each: Floats) -> Floats:
@@ -134,7 +134,7 @@ def memory_price(
         stages: the number of layers of each class in each stage.
         recipe: the recipe.
         groups: the recipe's process groups.
-        in_flight: for each pipeline rank, the micro-batches that each of its stages holds at its peak.
+        in_flight: for each pipeline rank, the number of micro-batches that each of its stages holds at the peak.
     """
     counts = rank_counts(tuple(sizes), stages, recipe)
     parts = memory_parts(held_bytes(sizes, recipe, groups), counts, np.array(in_flight))

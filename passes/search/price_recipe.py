@@ -38,7 +38,7 @@ HOST = "the host"
 
 
 class LayerTimes(NamedTuple):
-    """Times of one layer of each class for one micro-batch, with hidden communication taken off, as arrays [classes].
+    """Times of one layer of each class for one micro-batch, as arrays [classes]. Hidden communication does not count.
 
     Args:
         forward_s: seconds of the forward.
@@ -256,7 +256,10 @@ class Step:
 
     @cached_property
     def end(self) -> Mapping[str, float]:
-        """Seconds by part of reduction, update and gathering, on the rank where they take longest (`price_ends`)."""
+        """Seconds of each part of the step's end, by the names of `price_ends.end_times`.
+
+        The seconds are those of the pipeline rank where all parts together take longest.
+        """
         kinds = dict.fromkeys(map(tuple, self.ranks.tolist()))
         ends = [end_times(load_of(kind, self.times), self.recipe, self.groups, self.cluster) for kind in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))
@@ -284,10 +287,11 @@ def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Group
 
 
 def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
-    """Bytes of device memory that are moved to sum one micro-batch's 16-bit gradients, or to prepare their reduction.
+    """Return the bytes of device memory that are moved after a micro-batch for one layer's 16-bit gradients.
 
-    A local sum reads each gradient, and reads and writes the sum. If gradients are reduced at once, FSDP copies them
-    into a flat buffer, and casts the buffer to the dtype of the reduction.
+    A local sum over micro-batches reads each gradient, and reads and writes the sum. If the gradients of each
+    micro-batch are reduced instead (`Execution.reduces_each`), FSDP copies them into a flat buffer. FSDP then casts
+    the buffer to the dtype of the reduction.
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters
@@ -297,7 +301,10 @@ def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
 
 
 def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
-    """FLOPs of products and attention in a step on one rank, without recomputation."""
+    """Return the FLOPs of products and attention in a step, without recomputation.
+
+    The result is for one rank, as a mean over the pipeline ranks.
+    """
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(

@@ -67,7 +67,10 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
-        """Return a group of `size` members whose ranks are `inner` apart. Each member is a run of `inside` ranks."""
+        """Return a group of `size` members, each of `inside` consecutive ranks.
+
+        The first ranks of two neighbouring members are `inner` apart.
+        """
         outer, between = cluster.size // (inner * size), inner // inside
         shape = {"outer": outer, "group": size, "between": between, "inside": inside}
         return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))
@@ -109,7 +112,7 @@ def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float
 
 
 _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
-"""Seconds of an all-to-all of tokens in which each token is sent once to each rank, without other traffic."""
+"""Seconds of an all-to-all that sends each token once to each rank with some of its experts, without other traffic."""
 
 
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:

@@ -120,8 +120,9 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
 def recipe_mesh(recipe: Execution) -> Mesh:
     """Return the mesh of a recipe, with the slowest axis first as in Megatron-LM, and without axes of one rank.
 
-    With experts, the ranks of data x context are cut into two axes: "expert", the faster one, and "data". If a group of
-    experts does not fit in these ranks, the mesh has the experts' tensor ranks, `expert_tensor`.
+    If experts are shared out, the axes "data" and "expert" replace "data" and "context". They divide the ranks of
+    data x context, and "expert" is the faster axis. If `expert` is no divisor of these ranks, "tensor" has only
+    `expert_tensor` ranks, and the two axes divide all other ranks of a stage (`Execution.expert_ranks`).
     """
     axes = {"pipeline": recipe.pipeline, "data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
     if recipe.expert > 1 and recipe.replicas % recipe.expert == 0:
@@ -151,7 +152,8 @@ def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
 def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
     """Return the specs of the calls of one block of each kind, and of the parts before and after the blocks.
 
-    `layouts` maps an axis to its layout. The data axis has none, because the batch is split before the program runs.
+    A key is a call's name. `layouts` maps an axis to its layout. The data axis has no layout, because the batch is
+    split before the program runs.
     """
 
     def each(found: Mapping[str, tuple[PartitionSpec, ...]]) -> tuple[PartitionSpec, ...]:
@@ -172,7 +174,7 @@ def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[
 def _parameter_plans(
     priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Execution, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
-    """Return the plan of each parameter of the whole model. Under ZeRO-3, replicas also split the first dim.
+    """Return the plan of each parameter of the whole model, by name. Under ZeRO-3, replicas also split the first dim.
 
     The bytes of a parameter come from the recipe's own numbers of tensor, context and expert ranks. The mesh may lack
     some of these axes.

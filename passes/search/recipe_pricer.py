@@ -178,7 +178,7 @@ class RecipePricer:
         """A lower bound, in bytes, of the memory of all recipes with one layout and activation policy.
 
         The fullest rank needs at least the mean of all ranks. A rank holds at least one micro-batch, the state of its
-        parameters, and the workspace of one layer class. `last` is the recipe among them with the most
+        parameters, and the workspace of one layer class. `last` is a recipe with this layout and policy, with the most
         pipeline ranks and the ZeRO stage that shards most.
         """
         layers = self.layers(last)

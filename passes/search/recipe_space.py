@@ -102,7 +102,10 @@ class Pipe(NamedTuple):
         return self.schedule or usual_schedule(self.virtual_stages)
 
     def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
-        """Return the number of blocks on each stage with `split_ends`; else None: numbers as even as possible."""
+        """Return the number of blocks on each stage with `split_ends`.
+
+        Without `split_ends`, return None, which stands for numbers as even as possible.
+        """
         if not self.split_ends:
             return None
         return even_blocks(blocks, self.pipeline * self.virtual_stages, split_ends=True)
@@ -195,10 +198,7 @@ class RecipeSpace:
         return self.base.batch
 
     def layouts(self) -> Iterator[tuple[Layout, ...]]:
-        """Return the layouts in tuples.
-
-        The layouts of a tuple differ only in the micro-batch, and the smallest is first.
-        """
+        """Yield tuples of layouts that differ only in the micro-batch, with the smallest micro-batch first."""
         sizes = divisors(self.devices)
         experts = sizes if self.counted.has_experts else (1,)
         tensors = [size for size in sizes if self.most_tensor is None or size <= self.most_tensor]
@@ -248,10 +248,10 @@ class RecipeSpace:
                 yield ranks
 
     def _expert_ranks(self, layout: Layout, data: int) -> int:
-        """Return the number of ranks of a pipeline stage that may share out the experts, with `data` replicas of a
-        layout.
+        """Return the number of ranks of a pipeline stage over which experts may be shared out.
 
-        It depends on `Runtime.folded_experts`.
+        The stage has `data` replicas. With `Runtime.folded_experts`, the number is that of all ranks of the stage,
+        divided by `expert_tensor`. Otherwise the number is `data`.
         """
         return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
 
@@ -292,8 +292,8 @@ class RecipeSpace:
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
         """Return the possible ZeRO shardings for a layout with `ranks` pipeline ranks.
 
-        ZeRO shards over all replicas, or over a number of `_GROUPS`. If `zero_group` is restricted, any divisor is
-        possible.
+        ZeRO shards over all replicas, or over groups of as many replicas as a number in `_GROUPS` says. If `zero_group`
+        is restricted, the size of a group may be any divisor of the replicas.
         """
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)

@@ -68,7 +68,7 @@ Watch = Callable[[FoundRecipe], None]
 """A function that is called with the result so far, after every new best recipe and every `_OFTEN` entries."""
 
 _AHEAD = 4
-"""The number of entries to split after each family of layouts is opened. So a first recipe is found early."""
+"""The number of entries to split each time that layouts were put on the heap. So a first recipe is found early."""
 
 _OFTEN = 256
 """The number of entries between two calls of `watch`."""
@@ -137,8 +137,8 @@ _Node = _LayoutSet | _ShardedSet | Execution
 class _BestFirst:
     """The state of one search.
 
-    `open` is a heap of (lower bound, number, set of recipes), and `best` the best recipe so far with its `objective`
-    and `memory`. `bound` is the lowest bound of the heap.
+    `open` is a heap of entries: tuples of a lower bound, the entry's number, and a set of recipes. `best` is the best
+    recipe so far, with its `objective` and `memory`. `bound` is the lowest bound of the heap.
     """
 
     space: RecipeSpace

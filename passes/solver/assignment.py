@@ -61,7 +61,8 @@ class MemoryRow:
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
     """Return a memory row that forbids one choice: `choice` exceeds `limit` in this row, and no other choice does.
 
-    Such a row helps where a choice exceeds the true limit by less than the solver's tolerance.
+    Such a row helps where a choice exceeds the true limit by less than the solver's tolerance. `costs` are those of the
+    `Assignment`, and give each variable's number of options.
     """
     flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
     variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}

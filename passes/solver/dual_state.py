@@ -122,9 +122,10 @@ class DualState:
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Record a choice as a cut, and as the best choice if it fits and is cheaper.
+        """Record a choice as a cut, and as the best choice if it fits and is cheaper than the best so far.
 
-        If the choice exceeds the memory limit, the point of its peak gets a multiplier.
+        A choice of infinite cost is ignored. If the choice exceeds the memory limit, the point of its peak gets a
+        multiplier, up to `_POINTS_WEIGHED` points.
         """
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
@@ -193,7 +194,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _fitting(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Change one variable of a choice after another until the choice fits; each change saves bytes at the peak.
+        """Return a choice that fits, made from `choice` by changes of one variable; each saves bytes at the peak.
 
         Return None if no change saves bytes any more, or if the search is over.
         """

@@ -211,9 +211,10 @@ _FURTHER = 4.0
 
 @dataclass(frozen=True, slots=True)
 class _Barred:
-    """Costs of options and tables of pairs, in which all forbidden entries cost `raised_by` more than the cap.
+    """Costs of options and tables of pairs, in which each forbidden entry costs `raised_by` more than the cap.
 
-    Two variables or edges that shared one array before share one array here.
+    The cap is the finite cost that replaces infinity. Two variables or edges that shared one array before share one
+    array here.
     """
 
     raised_by: float
@@ -222,7 +223,7 @@ class _Barred:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _Barred:
-        """Raise each forbidden entry, recognised by its cost of `cap` or more, by `most`."""
+        """Return the costs and tables with `most` added to each forbidden entry, which is an entry of `cap` or more."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
             if id(table) not in known:

@@ -298,7 +298,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
     Args:
         node: the call.
         ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
-            not zero. The rule may then let a partial sum pass the call although a plan must not use this.
+            not zero. Plans must not use such a rule, because it may let a partial sum pass wrongly.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)

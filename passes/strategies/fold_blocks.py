@@ -92,6 +92,6 @@ def _fold_path(module: str, blocks: frozenset[str]) -> str:
 def _signature(site: Site) -> tuple[object, ...]:
     """Return a key of a site; two sites share a strategy only if their keys are equal.
 
-    The key has the number of the call, the shapes and dtypes of the results, and the identity of the strategies.
+    The key has `Site.call`, the shapes and dtypes of the results, and the identity of the tuple of strategies.
     """
     return (site.call, site.results, id(site.strategies))

@@ -79,7 +79,7 @@ class Prices:
     Args:
         cluster: the devices and links.
         mesh: the mesh over which strategies split tensors.
-        derived: a cache for other modules, which keep here prices that they compute from these prices.
+        derived: a cache in which other modules store prices that they compute from these `Prices`.
     """
 
     cluster: Cluster
@@ -210,7 +210,7 @@ _FEW_AXES = 2
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether permutations of axes of equal size share a price. On one node, such axes have equal links."""
+    """Whether permutations of axes of equal size share a price: on one node, axes of equal size have equal links."""
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 

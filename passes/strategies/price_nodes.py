@@ -1,4 +1,4 @@
-"""Price the nodes of a lowered program with the cost models, so that their sum agrees with the prices of `price`.
+"""Price the nodes of a lowered program with the cost models, in agreement with `passes.strategies.price`.
 
 * A call takes the seconds of `cost_models.operators` for its local operands and results.
 * A collective takes the seconds of `cost_models.collectives` on the links of its group.

@@ -97,8 +97,8 @@ class RepeatedUnits:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site in a run. The
-            runs of a and b with this place follow each other; the name belongs to the later run.
+        starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site of a run. The
+            site lies in a run of a and in a run of b. The later of these two runs counts.
     """
 
     sites: tuple[AlikeSites, ...] = ()

@@ -17,7 +17,7 @@ from passes.strategies.local_tracer import LocalTracer
 def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
     """Return a graph with the calls that each rank runs for the call of `site` under `strategy`.
 
-    The graph has one placeholder for each operand, so a value that is two operands has two placeholders.
+    The graph has one placeholder for each operand. A value that is used as two operands has two placeholders.
     """
     assert site.node is not None
     graph = fx.Graph()

@@ -40,5 +40,5 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """Return the formula of an operator, or None. The cache is for walks over programs, which ask at every node."""
+    """Return the formula of an operator, or None. It is cached, because walks over programs ask for every node."""
     return WORKSPACE_BYTES.get(str(target))

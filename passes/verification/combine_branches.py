@@ -1,7 +1,7 @@
-"""Compute the values that a model branches on for a whole batch from its micro-batches, which are called parts.
+"""Compute the values that decide a model's branches, for a whole batch, from its micro-batches (called parts).
 
-`if mask.all():` may be true of one part and false of the batch. A traced program has a graph that computes these values
-from its inputs: the guards. The values for the batch are computed in three steps:
+`if mask.all():` may be true of one part and false of the batch. A traced program has a graph, the guards, that
+computes such values from its inputs. The values for the batch are computed in three steps:
 
 1. Each part computes the guards' reductions over its samples: `mask.sum()`, `mask.all()`, `x.max()`.
 2. The results of all parts are reduced to the results of the batch. For example, sums are added, and the least of all
@@ -42,7 +42,7 @@ _COMPARISONS = (*(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar
 def combine_branches(
     part: Program, twins: Mapping[fx.Node, fx.Node], states: Mapping[fx.Node, Sequence[State]]
 ) -> Branches | None:
-    """Return the graphs that compute the values a batch branches on from its parts; None if this is impossible.
+    """Return the graphs that compute the guards' results for a batch from its parts; None if this is impossible.
 
     Args:
         part: the program of one micro-batch, with guards.

@@ -14,8 +14,8 @@ neither the plan nor the metadata of the lowered program:
 
 The calls of each definition are recorded once as a `LocalForm`, and then looked up in the lowered program.
 
-Several local values may hold one traced value under one spec, and a definition may read any of them. They are equal, or
-addends of one sum in which the strategy is linear. Specs are stored without axes of size one.
+Several local values may hold one traced value under one spec, and a definition may read any of them. These local values
+are equal, or they are addends of one sum in which the strategy is linear. Specs are stored without axes of size one.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Derivation:
     def _hold(self, number: int, spec: PartitionSpec, found: Numbers) -> None:
         """Record that the local values `found` hold traced value `number` under `spec`.
 
-        Then derive the local values that hold it under further specs, through reshards of the lowered program.
+        Then derive the local values that hold the traced value under further specs, by reshards of the lowered program.
         """
         self.covered |= found
         known = self.holders[number].setdefault(spec, set())
@@ -149,9 +149,9 @@ class Derivation:
             self.unruled.setdefault(str(node.target), node)
 
     def _derive_way(self, number: int, node: fx.Node, way: Way, holders: list[Holders]) -> bool:
-        """Return whether the lowered program makes the calls of `way`; record the held results if it does.
+        """Record the held results if the lowered program makes the calls of `way`; return whether it makes them.
 
-        `holders` has the local values that hold each operand.
+        For each operand of the traced call, `holders` has the local values that hold the operand, by spec.
         """
         held = [frozenset(specs[spec]) for specs, spec in zip(holders, way.inputs, strict=True)]
         draw = self.traced.draw_of(number) if draws_numbers(node.target) else 0

@@ -25,7 +25,7 @@ def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph with single updates in place of each bucket; the graph itself if it has no buckets.
 
     Raises:
-        VerificationError: a bucket has not as many gradients, or state tensors of a kind, as parameters.
+        VerificationError: a bucket's numbers of parameters, gradients and state tensors of each kind differ.
     """
     ones = {node: one for node in graph_module.graph.nodes for one in (_one_of(node),) if one is not None}
     if not ones:

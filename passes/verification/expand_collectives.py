@@ -98,7 +98,7 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the dim along which values are joined, as the last arguments of a call: (1,) for rows, () for dim 0."""
+    """Return the last arguments of a `cat` or `split`: (1,) to join values along dim 1 if `rows` is given, else ()."""
     return (1,) if rows else ()
 
 

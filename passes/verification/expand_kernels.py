@@ -30,7 +30,7 @@ FORM = "form"
 """Metadata key of a fused kernel's call: the index of its form in `FusedKernel.forms`."""
 
 STANDS_FOR = "stands_for"
-"""Metadata key of a kernel's call: the names of the nodes that it replaces. A kernel for a single operator has none."""
+"""Metadata key of a kernel's call: the names of the nodes that it replaces. Kernels for single operators lack this."""
 
 _FUSED = {kernel.operator: kernel for kernel in FUSED}
 _ORIGINALS: dict[OpOverload, OpOverload] = {

@@ -35,7 +35,7 @@ from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
-"""Value numbers of local values, any of which may be the operand in question."""
+"""A set of value numbers of local values. Any of these values may serve as the same operand."""
 
 Held = tuple[frozenset[PartitionSpec], ...]
 """For each operand of a traced call, the specs under which local values hold it."""
@@ -94,7 +94,7 @@ class LocalForm:
     results: Sequence[int | Line]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """Return the program's values at all places; None if the program does not make all calls of the form.
+        """Return, for each place, the numbers of the program's values there; None if a call of the form is missing.
 
         Args:
             local: the value numbers of the program.
@@ -110,9 +110,9 @@ class LocalForm:
         return values
 
     def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
-        """Return the program's values that are result number `index`; empty if no call of the program selects it.
+        """Return the numbers of the values that are result number `index`; empty if no call of the program selects it.
 
-        `values` are the program's values at all places, as `find` returns them.
+        `values` has the numbers of the program's values at each place, as `find` returns them.
         """
         place = self.results[index]
         return values[place] if isinstance(place, int) else place.find(local, values)
@@ -120,9 +120,10 @@ class LocalForm:
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """Stands for the fx node of a proxy of `_Recording`, and has the proxy's place.
+    """A stand-in for the fx node of a proxy of `_Recording`; it has the proxy's place as `index`.
 
-    Emitters read `args` and `meta` of a new node to compute its fake value. Here both are empty, so they compute none.
+    Emitters compute a new node's fake value from the node's `args` and `meta`. A stand-in has neither operands nor
+    metadata, so emitters compute no fake value.
     """
 
     index: int
@@ -159,7 +160,7 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute a traced call on local values.
+    """One way to compute a traced call on local values: the specs of a strategy, and its local form.
 
     Args:
         inputs: specs of the operands, without axes of size one.
@@ -174,7 +175,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The ways to compute a traced call on local values, shared by all equal calls.
+    """Finds the ways to compute a traced call on local values. All equal calls share one object.
+
+    Each strategy of the call gives one `Way`, with the local form that `emit_local` emits for the strategy.
 
     Args:
         node: one of the equal calls.
@@ -188,7 +191,7 @@ class CallForms:
     _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
 
     def ways(self, held: Held) -> Sequence[Way]:
-        """Return the ways to compute the call from operands that are held under the specs `held`."""
+        """Return a `Way` for each strategy whose operands are held: the spec of each operand is in `held`."""
         if held not in self._ways:
             self._ways[held] = list(self._find_ways(held))
         return self._ways[held]
@@ -236,9 +239,9 @@ class LocalForms:
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
-        """Return the ways to compute a traced call.
+        """Return the `CallForms` of a traced call.
 
-        Calls with equal operators, literals, and shapes, strides and dtypes of operands share the result. The facts of
+        Calls with equal operators, literals, and shapes, strides and dtypes of operands share one object. The facts of
         `ranges` about the operands (finite, not zero) must be equal too.
         """
         key = (*call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type), facts_of(node, ranges))
@@ -283,7 +286,7 @@ class LocalForms:
     def _forms_of_step(
         self, value: torch.Tensor, spec: PartitionSpec, move: Move, after: PartitionSpec
     ) -> Sequence[LocalForm]:
-        """Return the local forms of a reshard step. A slice has two: alone, and when an all-gather follows it."""
+        """Return the local forms of a reshard step. A slice has two forms: alone, and in front of an all-gather."""
         key = (value.shape, value.dtype, spec, move)
         if key not in self._steps:
             step = self._step(move, spec, after)
@@ -299,7 +302,7 @@ class LocalForms:
         return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
 
     def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
-        """Return the local form of the first of `steps`, if all of them are emitted as one reshard."""
+        """Return the calls that a reshard by all of `steps` emits for the first step, as a local form."""
         recording = _Recording(1)
         reached: list[int] = []
 

@@ -62,7 +62,7 @@ def pack_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
 def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a functional graph in which each bucket has the form that `pack_buckets` gives buffers.
 
-    A member is then reshaped once, in the bucket, from its value before all views.
+    Each member of such a bucket is reshaped once. Views in front of the reshape are left out.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph_module.graph.nodes:
@@ -182,7 +182,7 @@ def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the dim along which values are joined, as the last arguments of a call: (1,) for rows, () for dim 0."""
+    """Return the last arguments of a `cat` or `split`: (1,) to join values along dim 1 if `rows` is given, else ()."""
     return (1,) if rows else ()
 
 

@@ -148,7 +148,7 @@ class _WrittenMemory:
         self._write(target, self.content[source])
 
     def _update(self, node: fx.Node) -> None:
-        """Walk an in-place operator. The operands that it writes take the functional operator's results, in order."""
+        """Walk an in-place operator. Written operands get the value numbers of the functional operator's results."""
         overwritten = list(written_operands(node))
         operands: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), operands.append)  # repeated where a value is used twice

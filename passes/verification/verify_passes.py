@@ -5,7 +5,7 @@ result of one pass:
 
 * a prepared program must have the results of the pass's input (`verify_preparation`);
 * a lowered program must have the results of the prepared program (`verify_program`);
-* a program with kernels must have the results of the program without, once its kernels are expanded;
+* a program with kernels must have the results of the program without kernels, once its kernels are expanded;
 * phases must have the results of the uncut lowered program (`verify_phases`, `verify_cut_backward`).
 """
 

@@ -150,7 +150,10 @@ def _check_parts(phased: PhasedProgram) -> None:
 
 
 def _check_host(phased: PhasedProgram) -> None:
-    """Check that only fetches read values on the host, and that the forward alone hands such values to the backward."""
+    """Check that only fetches read values on the host.
+
+    The forward may save values on the host for the backward. No other result of a phase may be on the host.
+    """
     results, count = _results(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])

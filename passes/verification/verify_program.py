@@ -78,7 +78,7 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """Check that the slots of a lowered program are the traced program's slots, and as many as its graph has.
+    """Check that a lowered program has the traced program's slots, one for each input and result of its graph.
 
     The shapes, dtypes and specs of the slots are checked too.
     """
@@ -193,7 +193,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """Count the collectives of a lowered program by operator and communicator ("all_reduce over data")."""
+    """Return the number of a lowered program's collectives, by operator and communicator ("all_reduce over data")."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target

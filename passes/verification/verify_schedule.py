@@ -4,7 +4,8 @@ A step without stages is a pipeline of one stage. The loss of a batch is the wei
 micro-batches (`passes.verification.weigh_loss`). So the gradient of the batch is the sum of the gradients of all
 micro-batches, each once. `passes.verification.verify_program` shows that the update reads this sum.
 
-The proof reads the tasks of each rank, whatever the name of the schedule. It shows three things:
+The proof reads the tasks of each rank, whatever the name of the schedule. A slot is a tuple of tasks that a rank runs
+at once. The proof shows three things:
 
 1. Each stage runs, on its rank, every micro-batch's forward once, in the order of the batch. (Each forward draws the
    next seed, and reads the buffers that the previous forward wrote.) It runs every backward once, whole or split.
@@ -225,7 +226,7 @@ class _ScheduleRun:
         return self.order.stage_ranks[message.reader if task.work.is_send else message.stage]
 
     def _waiting(self, rank: int) -> str:
-        """Return the text that says which tasks a rank waits for; "" if it has finished."""
+        """Return a text with the slots that a rank cannot run or finish; "" if it has finished all."""
         parts = []
         if self.places[rank] < len(self.order.ranks[rank]):
             parts.append(f"rank {rank} waits before {_text(self.order.ranks[rank][self.places[rank]])}")

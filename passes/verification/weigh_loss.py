@@ -89,9 +89,9 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return the graphs that compute the values a batch branches on from its parts (`combine_branches`).
+    """Return the graphs that compute the guards' results for a batch from its parts (`combine_branches`).
 
-    The result is None if the model does not branch, or if the parts do not determine the values.
+    The result is None if the model does not branch, or if the parts do not determine the results.
     """
     if part.guard_program is None or pair.guard_program is None:
         return None
@@ -143,7 +143,7 @@ class _LossWalk:
 
     Args:
         program: the program of one part.
-        twins: the same node of the program of two parts, by node.
+        twins: node of the program of one part to the corresponding node of the program of two parts.
         states: for each node, the state of each of its results.
         counts: for each divisor of a loss, the graphs that compute it.
     """
@@ -358,7 +358,7 @@ class _LossWalk:
     # Counts.
 
     def _is_of_inputs(self, node: fx.Node) -> bool:
-        """Whether a value depends on inputs and buffers alone."""
+        """Whether a value is computed from inputs and buffers alone, without random numbers."""
         kinds = {slot.node: slot.kind for slot in self.program.inputs}
         allowed = (InputKind.INPUT, InputKind.BUFFER)
         return all(

@@ -62,7 +62,7 @@ class Loops:
 
 
 def find_loops(group: Group) -> Loops:
-    """Return the loops of a group, with neighbouring axes merged where all tensors allow it.
+    """Return the loops of a group. Neighbouring axes are merged if every tensor is contiguous over both axes.
 
     Raises:
         NoLoopsError: the group has no loops.
@@ -189,9 +189,9 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Equate each dim of an operand with the dim of the result above it, counted from the last dim.
+    """Equate the axes of an operand's dims with those of the result's dims, aligned at the last dim as in broadcasting.
 
-    An operand's dim of size 1 is broadcast, and equated with nothing.
+    An operand's dim of size 1 has no axis, and is skipped.
     """
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
@@ -216,7 +216,9 @@ def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -
 
 
 def _order(group: Group, flat: Sequence[Sequence[int]]) -> list[int]:
-    """Return all axes in the order in which some value has them all. Results are tried first.
+    """Return the axes of the first value that has all axes of the group, in this value's order.
+
+    Results of the group are tried first, then the results of all steps, then operands.
 
     Raises:
         NoLoopsError: no value has all axes.
@@ -265,7 +267,7 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """Return the loops with neighbouring axes merged into one where every tensor is contiguous over both."""
+    """Return the loops with neighbouring axes merged into one if every tensor is contiguous over both axes."""
     sizes = [*rows, *columns]
     starts = [
         place

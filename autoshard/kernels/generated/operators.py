@@ -251,7 +251,10 @@ REDUCTIONS: Mapping[OpOverload, tuple[str, str]] = MappingProxyType(
         _aten.amin.default: ('float("inf")', "smallest({x})"),
     }
 )
-"""From a reduction to its identity element and the template of its Triton expression, with {x} and {count}."""
+"""From a reduction to its identity element and the template of its Triton expression.
+
+In a template, {x} is the operand's expression. {count} is the number of elements that are reduced to one.
+"""
 
 VIEWS = frozenset(
     {

@@ -8,6 +8,8 @@ Some sums run over long leading dims, such as the gradient of a bias. If no step
 parts are added after the kernel, in a fixed order.
 
 Sizes and strides are numbers in the source. Each step is one line, with its ATen call in a comment.
+
+The values of a group are its operands, and then the result of each step. A *value number* is an index into this list.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class ElementLayout:
         num_warps: the warps of each program.
         chunks: the number of chunks that the summed elements are cut into, 1 if no sum is split.
         rows: the number of elements of each split sum's result.
-        split: the values' numbers of the split sums. The kernel stores float32 [chunks, rows] for each of them.
+        split: the value numbers of the split sums. The kernel stores float32 [chunks, rows] for each of them.
     """
 
     blocks: Mapping[str, int]
@@ -75,7 +77,7 @@ class ElementLayout:
     def tunable(self) -> tuple[str, ...]:
         """Names of the block sizes that tuning may change.
 
-        There are none if a sum is split, because other block sizes would add in another order.
+        The tuple is empty if a sum is split, because other block sizes would add in another order.
         """
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
@@ -99,11 +101,11 @@ class Source:
 
 
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """Return the launch configuration of a group's kernel.
+    """Return the launch configuration of a group's kernel: block sizes, numbers of programs and warps, and split sums.
 
     Args:
         loops: the loops of the group.
-        sums: the values' numbers of the group's reductions if they may be split, else empty.
+        sums: the sums that may be split, as value numbers (`splittable_sums`).
 
     Raises:
         NoLoopsError: rows are too long for registers.
@@ -137,7 +139,7 @@ def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """Return the values' numbers of the group's reductions if all may be split, else an empty tuple.
+    """Return the value numbers of the group's reductions if all may be split, else an empty tuple.
 
     A reduction may be split if it is a sum of floats, it is a result stored row by row, and no step reads it.
     """

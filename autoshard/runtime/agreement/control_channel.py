@@ -30,13 +30,17 @@ _ALL_CAME = "all"
 _SLICE_S = 0.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LARGEST_PART = 4 * 2**20
-"""The most bytes of a message under one key. The store of `torchrun` fails for values above 8 MiB."""
+"""The most bytes of a message under one key of the store. A longer message is split into parts, one per key.
+
+The store of `torchrun` fails for values above 8 MiB.
+"""
+
 _COUNT = struct.Struct("<I")
-"""The format of the number of parts, which precedes the bytes of the first part."""
+"""The format of the number of parts of a message, which precedes the bytes of the message's first part."""
 
 
 class ControlChannel:
-    """Exchanges messages among `ranks` in turns. This process is one of them.
+    """Exchanges messages among `ranks`, in turns. This process has one of the ranks.
 
     Args:
         ranks: the ranks of the processes, in order.
@@ -64,7 +68,7 @@ class ControlChannel:
         Args:
             value: this rank's message.
             action: the action that follows, for the error message if a rank is lost.
-            timeout_s: seconds, in place of the channel's timeout.
+            timeout_s: seconds without a sign of life after which a rank is lost; default: `timeout_s` of the channel.
 
         Raises:
             LostRankError: on every rank, also on a late one, if a rank did not come in time.
@@ -170,9 +174,10 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """Return a part of the run's store (a prefix of its keys) for the next channel of `ranks`.
+    """Return the run's store for the next channel of `ranks`. A prefix keeps the channel's keys apart from other keys.
 
-    All ranks make their channels in the same order, so they count to the same prefix.
+    The prefix has the number of channels that this rank has made for `ranks`. All ranks make their channels in the same
+    order, so they get equal prefixes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"

@@ -70,7 +70,7 @@ class ControlGroup:
     def vectors(self) -> VectorExchange | None:
         """A faster exchange of a few numbers, over direct connections; None if ranks cannot connect.
 
-        All ranks must first read this property together.
+        All ranks must read this property for the first time together, because the first read opens the connections.
         """
         found = connect(self.channel)
         if found is None and self.channel.rank == self.channel.ranks[0]:
@@ -84,7 +84,8 @@ class ControlGroup:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
         Args:
-            facts: values by name; a fact named by a `PieceFact` is compared among the ranks that have it.
+            facts: returns values by name. A value named by a `PieceFact` is compared among the ranks that have an equal
+                `PieceFact`.
             action: the action that follows, for the error message if a rank is lost.
         """
         everyone = self.gather(dict(facts()), action)
@@ -169,8 +170,8 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """Return the values of a fact on all ranks: None for a rank without it.
+    """Return the values of a fact, in the order of ranks.
 
-    For a `PieceFact`, ranks without it are left out.
+    A rank that lacks the fact gives None; if the name is a `PieceFact`, the rank is left out.
     """
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

@@ -56,7 +56,10 @@ def digest_of_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's shape, dtype and every element, as 16 hexadecimal digits."""
+    """Return a digest of a tensor's shape, dtype and every element, as 16 hexadecimal digits.
+
+    A tensor on the meta device has no elements, so the digest is of its shape and dtype.
+    """
     value = 0 if tensor.is_meta else int(digest_of_words(words_of(tensor)))
     return hex_of(digest_of_text(f"{tuple(tensor.shape)} {tensor.dtype} {value}"))
 
@@ -65,8 +68,8 @@ def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> 
     """Return a digest of tensors on one device, from the sum of each tensor's words and a sample of its bytes.
 
     A tensor of at most `most` bytes is hashed whole. For a larger tensor, the digest covers the sum of all words and a
-    sample of at most `most` bytes. Swapped values leave the sum as it is; the sample shows them if it covers them.
-    Each `turn` samples other bytes.
+    sample of at most `most` bytes. A swap of two values does not change the sum. The sample shows the swap if it
+    contains one of the values. Each `turn` samples other bytes.
 
     Returns:
         On the CPU, an integer: a hash of bytes. On other devices, a 0-dim int64 tensor.
@@ -155,7 +158,7 @@ _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torc
 def table_on(device: torch.device) -> torch.Tensor:
     """Return `_BLOCK` odd pseudo-random int64 numbers on a device, the same on every rank.
 
-    They take 16 KiB per device for the life of the process.
+    The numbers take 16 KiB per device for the life of the process.
     """
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)

@@ -1,4 +1,4 @@
-"""Read numbers that a device computes without waiting for the device: they arrive on the host one call later."""
+"""Read an accelerator's numbers without waiting for the accelerator: numbers of one call are read at the next call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LateNumbers:
         The names of the previous call's numbers end with `BEFORE`.
 
         Args:
-            numbers: by name: integers, or 0-dim int64 tensors on an accelerator.
+            numbers: the numbers of this call, by name: integers, or 0-dim int64 tensors on an accelerator.
         """
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}

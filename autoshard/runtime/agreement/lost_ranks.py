@@ -1,7 +1,7 @@
 """If a rank stops in mid-step, the other ranks end with one clear error.
 
-The backend tells a rank at once if the process with which it communicates is gone. The rank then ends with an error,
-so the ranks that wait for it end in turn. If a process runs but does not communicate, ranks wait as long as
+If a process ends, the backend tells at once the ranks that communicate with this process. These ranks then end with an
+error, and so do the ranks that wait for them. If a process runs but does not communicate, ranks wait as long as
 `init_process_group(timeout=...)` allows. The default is 30 minutes with Gloo and 10 minutes with NCCL.
 """
 

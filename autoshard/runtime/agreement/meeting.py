@@ -5,8 +5,8 @@ processes stay in it, such as addresses of Gloo and counts, and mislead later pr
 variable tells attempts apart. So processes meet before they make a process group:
 
 1. Each process adds a line to a list: its rank, and a random number.
-2. Rank 0 draws a token and publishes it with the latest number of each rank. It repeats this whenever the list grows.
-3. A process that finds its own number there confirms under the token.
+2. Rank 0 draws a token and publishes it with the latest number of each rank. It draws again whenever the list grows.
+3. A process that finds its own number beside the token confirms under the token.
 4. When all ranks have confirmed, rank 0 publishes that they met. The token is the prefix of all keys of the attempt.
 """
 

@@ -27,11 +27,14 @@ _ELEMENTS = 64
 
 
 class ParameterWatch:
-    """Computes numbers about tensors for ranks to compare, from the tensors' present sharding on.
+    """Computes digests of tensors, which ranks compare at each call.
 
-    In-place changes show in torch's version counters. Writes through `.data` do not show there. To find them, each call
-    compares a few elements of a few tensors among the ranks that hold the same piece. Parameters of another pipeline
-    stage have versions too, because all ranks run the user's line that changes a parameter in place.
+    `changes` returns a digest of in-place changes, which show in torch's version counters. Writes through `.data` do
+    not show there. To find them, `sample` returns a digest of a few elements of a few tensors. The digest is compared
+    among the ranks that hold the same piece. Parameters of another pipeline stage have versions too, because all ranks
+    run the user's line that changes a parameter in place.
+
+    The tensors are grouped for `sample` by their sharding at construction. A new sharding needs a new watch.
 
     Args:
         named: parameters and buffers with their names.
@@ -59,9 +62,10 @@ class ParameterWatch:
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """Return a digest of a few elements of a few tensors, under the fact's name; each turn takes other elements.
+        """Return a digest of a few elements of a few tensors, in a dict from the name of the fact to the digest.
 
-        The result is empty if no two ranks hold the same piece of a tensor.
+        `turn` is the number of the call; each turn reads other elements. The digest is a tensor if the elements are on
+        an accelerator. The dict is empty if no two ranks hold the same piece of a tensor.
         """
         if not self._groups:
             return {}
@@ -90,7 +94,8 @@ class ParameterWatch:
     def facts(self) -> Facts:
         """Return facts that show which tensors differ, for the error message.
 
-        These are the digests of all pieces, and the number of in-place changes of each tensor that no other rank holds.
+        The facts are the digests of all pieces that this rank holds, and counts of in-place changes. The
+        counts are of tensors whose piece no other rank holds, and of tensors of which this rank holds no piece.
         """
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
@@ -116,7 +121,7 @@ class ParameterWatch:
     def _step(self, turn: int) -> int:
         """Return the index of the first element to read at a turn. An index beyond a tensor's size wraps around.
 
-        Each group has its turn once before the index moves on.
+        The index moves on when each group has had its turn once.
         """
         return turn // len(self._groups) * _ELEMENTS
 
@@ -171,7 +176,10 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _look(self) -> None:
-        """Make the flat view anew if needed. A plain tensor may get new memory and stay the same object."""
+        """Make the flat view again, unless it is the view of a DTensor with the same local tensor.
+
+        A plain tensor may get new memory and stay the same object.
+        """
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

@@ -1,4 +1,4 @@
-"""The piece of a tensor that this rank holds, and the place of the piece: which ranks hold the same piece."""
+"""The piece of a tensor that this rank holds, and the piece's place, which is equal on ranks with the same piece."""
 
 from __future__ import annotations
 
@@ -43,9 +43,12 @@ def piece_of(tensor: torch.Tensor) -> TensorPiece:
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
-    """Return how many of `ranks` ranks hold the same piece of a tensor. All ranks hold a plain tensor whole.
+    """Return the number of ranks that hold the same piece of a tensor. All ranks hold a plain tensor whole.
 
-    For an input, `ranks` counts the ranks of all pipeline stages, because each stage has a copy of the input.
+    Args:
+        tensor: the tensor.
+        ranks: the number of ranks that hold a piece of the tensor. For an input, this is the number of ranks in all
+            pipeline stages, because each stage has a copy of the input.
     """
     parts = [tensor.device_mesh.size(dim) for dim in _cut_dims(tensor)] if isinstance(tensor, DTensor) else []
     return ranks // math.prod(parts)

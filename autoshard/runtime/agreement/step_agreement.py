@@ -47,7 +47,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Check(Enum):
-    """When ranks compare their calls. They always agree before they compile.
+    """When ranks compare their calls. Ranks always agree before they compile.
 
     Args:
         ALWAYS: at each call.
@@ -103,7 +103,9 @@ class StepAgreement:
         control: the ranks of the whole run, in all pipeline stages; None if this process runs alone.
         check: when to compare.
 
-    `describe_hyperparameters` returns the text of the optimizer's hyperparameters. A call runs within `one_thread`.
+    Attributes:
+        one_thread: the context of a call, which lets one thread at a time call the module.
+        describe_hyperparameters: returns the optimizer's hyperparameters as text; `TrainStep` sets this function.
     """
 
     def __init__(self, control: ControlGroup | None, check: Check = Check.ALWAYS) -> None:
@@ -241,9 +243,10 @@ class StepAgreement:
         return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
-        """Choose the way of the next calls: the control channel after a compiled call, else the fast exchange.
+        """Choose the path of the next calls' numbers: the control channel, or the fast exchange.
 
-        All ranks call this together with the same argument.
+        With `is_patient`, the next `_PATIENCE` calls use the control channel. All ranks call this method together with
+        the same argument.
         """
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
         _ = self._vectors
@@ -286,7 +289,7 @@ _COMMON = 5
 """This many leading numbers must be equal on all ranks."""
 
 _BEFORE_SAMPLE = LENGTH - 2
-"""The index of the last two numbers, which are about the sample of parameters and buffers."""
+"""The number of numbers before the last two numbers, which are about the sample of parameters and buffers."""
 
 _NEAR = 1e-3
 
@@ -298,7 +301,7 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
         model: the model.
         signature: the call as text.
         mesh: the mesh.
-        placed: names of parameters that an earlier program sharded. They were compared then, and are left out.
+        placed: names of parameters that an earlier program sharded. They are left out, as they were compared then.
     """
     known = {f"parameter {name!r}" for name in placed}
     return {
@@ -340,7 +343,8 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
     """Return a digest of the inputs for each device type and place; the place says which piece this rank holds.
 
-    A digest covers the sums of the inputs and a sample of large inputs, which moves at each turn.
+    Inputs that no other rank holds are left out. A digest covers small inputs whole. For a large input, it covers the
+    sum and a sample, which moves at each turn.
     """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():

@@ -48,7 +48,7 @@ Row = tuple[int, ...]
 class VectorExchange:
     """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`.
 
-    All ranks of a channel make it together, right after a turn of the channel; see `connect`.
+    All ranks of a channel make this object together, right after a turn of the channel; see `connect`.
 
     Args:
         channel: the channel of the ranks, which finds out which rank is lost.
@@ -93,7 +93,10 @@ class VectorExchange:
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
     def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
-        """Raise the same `LostRankError` on every rank."""
+        """Raise a `LostRankError`, which is the same on every rank and names the lost ranks.
+
+        If all ranks are running, the error says instead that this rank lost its connection to another rank.
+        """
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
         self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)

@@ -20,7 +20,7 @@ class CrossingMessage(NamedTuple):
     Args:
         name: name of the value.
         reader: number of the stage that reads the value.
-        is_forward: whether a forward makes and reads the value, or a backward.
+        is_forward: true if forwards make and read the value; false if backwards do.
         micro_batch: number of the micro-batch.
     """
 

@@ -120,7 +120,7 @@ class StageMeshes:
     def elsewhere_on(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """Return a tensor of the given shape and dtype, whose shards are on the processes of `mesh` in `meshes`."""
+        """Return a tensor of this shape and dtype, whose shards are on the processes of `mesh`, one of `meshes`."""
         shape = torch.Size(shape)
         nothing = torch.empty(0 if shape else (), dtype=dtype, device=self.own.device_type)
         stride = torch.empty(shape, device="meta").stride()

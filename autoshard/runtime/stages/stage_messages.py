@@ -3,8 +3,8 @@
 A process sends to the process with equal coordinates on the other mesh axes. Each pair of pipeline ranks has a process
 group for each direction. Messages travel in the sender's order, and the reader receives them in that order.
 
-A sender keeps the memory of its message until the send is known to be complete. It is complete if the reader of the
-message has sent something back that it made after reading.
+A sender keeps the memory of its message until the send is known to be complete. This is known when a message comes back
+that the reader made after it had read the first message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StageMessages(Protocol):
         ...
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
-        """Send a value to its reader; do not write to it before `end`."""
+        """Send a value to the stage that reads it. The caller must not write to the value before `end`."""
         ...
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
@@ -72,7 +72,7 @@ class StageMessages(Protocol):
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
-        """Return a value that `stage` reads, and its result slot in the stage that made it."""
+        """Return a value that `stage` reads, and the value's slot among the results of the stage that made it."""
         ...
 
     def end(self) -> None:
@@ -83,13 +83,13 @@ class StageMessages(Protocol):
         """Return the sum of one scalar per stage, added in the order of stages.
 
         Args:
-            addends: by number, the scalars of the stages that this process runs; None adds nothing.
+            addends: by stage number, the scalars of the stages that this process runs; None adds nothing.
             stages: the number of all stages.
         """
         ...
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """Return this rank's part of a result on all processes.
+        """Return this rank's part of a result, also on processes that do not run the result's stage.
 
         Args:
             value: this rank's part on processes that run the result's stage; None on other processes.

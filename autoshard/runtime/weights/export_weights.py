@@ -203,7 +203,7 @@ def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """Write the index of several files, and the model's configuration, into a folder."""
+    """Write into a folder the index, if there are several files, and the model's configuration, if it has one."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -228,7 +228,7 @@ def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
 
 
 def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
-    """Link the files beside the weights in the old folder, such as a tokenizer's, into the new one."""
+    """Link the other files of the old folder, such as a tokenizer's, into the new folder, unless `replaced` matches."""
     for old in path.iterdir() if path.exists() else ():
         new = aside / old.name
         if new.exists() or replaced.fullmatch(old.name):

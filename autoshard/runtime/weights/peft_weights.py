@@ -22,10 +22,10 @@ from autoshard.runtime.weights.unread import Region, Unread
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files of an adapter."""
+"""The names of the two files of an adapter: its tensors and its configuration."""
 
 _PREFIX = "base_model.model."
-"""The prefix of tensor names in peft's files, which a model that is not a `PeftModel` lacks."""
+"""The prefix of tensor names in peft's files. Names in a model that is not a `PeftModel` lack the prefix."""
 
 _MERGE = "export(path, merge=True) writes the model with its adapters merged into its weights."
 
@@ -139,7 +139,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
         module: a module of an outlined model, which is changed.
         path: the module's name in the model with peft.
         at: the module's name in the model without peft.
-        layers: receives, for each replaced layer, its name without peft and its name with peft.
+        layers: gets an entry for each replaced layer, from its name without peft to its name with peft.
     """
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
     from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]
@@ -204,7 +204,7 @@ def _embedding_and_head(base: Any) -> tuple[Any, Any]:
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Return each adapter's folder (a prefix of file names, such as "other/") and configuration, by its name.
+    """Return the folder (a prefix of file names, such as "other/") and configuration of each adapter, by adapter name.
 
     Raises:
         WeightsError: the model only contains a model of peft.

@@ -4,9 +4,9 @@ A record (`Initialisation`) lists operations on memories, which are numbered. A 
 of a memory. A box is a rectangular part of a tensor.
 
 A weight can be computed by parts if its values are drawn, filled, or computed elementwise from tensors of its shape.
-Boxes of it may be written too, such as a row of zeros for padding. The formula of a weight is the expression tree that
-gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank, one weight
-at a time.
+Boxes of the weight may be written too, such as a row of zeros for padding. The formula of a weight is the expression
+tree that gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank,
+one weight at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Before:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """A formula: an elementwise operator. An operand is a formula, a scalar, or None for the tensor that it writes."""
+    """A formula: an elementwise operator. Operands are formulas, scalars, or None for the written tensor."""
 
     operation: Operation
     operands: tuple[_Formula | torch.Tensor | None, ...]
@@ -61,7 +61,7 @@ class _BoxedValue:
 
     Args:
         first: the value before the writes.
-        writes: for each write, its box, the dims of the value that the written tensor has, and the operator that
+        writes: for each write, the written box, the dims of the box that the written tensor has, and the operator that
             writes. The other dims of the box have size 1.
     """
 
@@ -282,7 +282,8 @@ class Replay:
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
         """Run an operation, of number `index`, on whole tensors, and return its results.
 
-        `own` has flat tensors of memories, which the operation may write. It writes to copies of other memories.
+        `own` maps the numbers of memories to flat tensors, which the operation may write. If it writes to another
+        memory, it writes to a copy.
         """
 
         def tensor_of(place: Place) -> torch.Tensor:

@@ -92,12 +92,12 @@ def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str
 
 
 def optional_among(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return the names among `names` of tensors that files may lack, according to the model's class."""
+    """Return the `names` of tensors that files may lack, according to the model's class."""
     return frozenset(name for name in names if _fits(model._keys_to_ignore_on_load_missing, name))
 
 
 def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the unexpected `names` in files without the names that the model's class allows."""
+    """Remove the names that the model's class allows from the unexpected `names` in files, and return the rest."""
     buffers = [name for name, _ in model.named_buffers()]
     computed = {path for end, path in _COMPUTED.items() if any(name.endswith(end) for name in buffers)}
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *computed}

@@ -2,7 +2,8 @@
 
 A model built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its weights are
 zeros until they are written: by `init_weights`, `load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or
-the user. All of these write in place, which torch counts in a tensor's version. A call before that raises an error.
+the user. All of these write in place, which torch counts in a tensor's version. A call of the model raises an error
+until all weights are written.
 """
 
 from __future__ import annotations

@@ -333,7 +333,10 @@ class _LayerCounter:
         return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
 
     def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
-        """Whether a value is made in a phase and not kept after it. A recomputed value takes no memory."""
+        """Whether a value is made in a phase, and not kept after the phase.
+
+        A forward value is not kept if the backward recomputes it instead of reading it.
+        """
         if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
             return False
         return phase == "backward" or not self._late_readers(node, index)
@@ -370,7 +373,7 @@ class _LayerCounter:
         """Return the all-to-alls of calls of experts in a phase: tokens' rows go to the ranks of their experts, and
         back.
 
-        In the backward, rows and gradients of results go there, and gradients of rows come back.
+        In the backward, rows and gradients of results go to the experts' ranks, and gradients of rows come back.
         """
         if "expert" not in self.layouts:
             return []

@@ -123,7 +123,8 @@ def _named(node: fx.Node | None) -> str:
 def _size_before(two: Any, three: Any) -> Any:
     """Return a call's argument for one sequence.
 
-    An int is extrapolated from two and three sequences; others are constant.
+    `two` and `three` are the argument for two and three sequences. An int is extrapolated from them. Any other argument
+    is the same for all numbers of sequences.
     """
     return 2 * two - three if type(two) is int and type(three) is int else two
 
@@ -203,7 +204,10 @@ def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
 
 
 def _inherited(node: fx.Node, blocks: Mapping[str, str | None]) -> str | None:
-    """Return the path of the block of a sum of gradients: the block of its latest operand that has one. Else None."""
+    """Return the path of the block that a sum of gradients belongs to: the block of its last operand in a block.
+
+    The result is None for any other call, or if no operand is in a block.
+    """
     if node.meta["phase"] == "forward" or "add" not in str(node.target):
         return None
     known = [blocks[item.name] for item in node.all_input_nodes if blocks.get(item.name) is not None]

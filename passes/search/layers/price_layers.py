@@ -321,7 +321,11 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """Return a collective for `batch` sequences; `entering` is the bytes of values that enter the layer class."""
+    """Return a collective for `batch` sequences.
+
+    `entering` is the bytes of the values that enter the layer class. On the expert axis, `copies` is the ratio of the
+    exchanged bytes to these bytes, and at least 1.
+    """
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -354,7 +358,7 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 def _whole(item: Sized) -> Sized:
     """Return a value without its split by the expert axis.
 
-    An exchange of rows between ranks does not change their number.
+    An exchange of tokens' rows between ranks does not change the number of a rank's rows.
     """
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 

@@ -283,10 +283,10 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value, or None if it is free.
+        """Return the present spec of a value, or None if the value is free.
 
-        This is the spec in which the value was made. If a value in the same memory was reduced since, it is the reduced
-        spec.
+        The present spec is the spec in which the value was made. It is the reduced spec if the value was partial, and
+        a value in the same memory was reduced since.
         """
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
@@ -350,7 +350,10 @@ class _Propagation:
         )
 
     def _carries_on(self, site: Site, strategy: Strategy) -> bool:
-        """Whether a strategy leaves an activation partial beyond views and sums, and not reduced where it is made."""
+        """Whether a call with this strategy reads a partial activation, so that its result stays partial.
+
+        Views, sums of partial values, and gradients of parameters do not count.
+        """
         if site.is_alias or (site.name, 0) in self.gradients:
             return False
         partial = [need.is_partial for need in strategy.inputs]
@@ -359,7 +362,7 @@ class _Propagation:
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
         """Whether a call may read its free operand split as `need`.
 
-        A table of positions, not looked up by inputs, stays whole.
+        A table stays whole if its indices do not come from the program's inputs, such as a table of positions.
         """
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 

@@ -23,8 +23,8 @@ def is_free(node: fx.Node) -> bool:
 def _is_copy(node: fx.Node) -> bool:
     """Whether a call is a layout copy that really runs.
 
-    A copy next to attention or a batched product does not run, because they read strided tensors. Views between them
-    and the copy do not matter.
+    A copy next to attention or a batched product does not run, because their kernels read strided tensors. Views
+    between the copy and these kernels do not matter.
     """
     if node.target is not aten.clone.default:
         return False
