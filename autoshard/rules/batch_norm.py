@@ -20,7 +20,7 @@ from autoshard.rules.dims import all_blocked, named, names
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Carry, Dims, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
-from autoshard.rules.split_dims import wide
+from autoshard.rules.split_dims import reduce_over, wide
 
 aten = torch.ops.aten
 
@@ -170,15 +170,8 @@ def _moments(context: LocalContext, x: Any, elements: Sequence[str]) -> tuple[An
 
 
 def _global_mean(context: LocalContext, x: Any, over: Sequence[int], elements: Sequence[str]) -> Any:
-    mean = _total(context, context.call(aten.mean.dim, x, over), elements)
+    mean = reduce_over(context, context.call(aten.mean.dim, x, over), "sum", elements)
     return context.call(aten.div.Scalar, mean, math.prod(map(context.shards, elements)))
-
-
-def _total(context: LocalContext, value: Any, elements: Sequence[str]) -> Any:
-    """Emit the sum of `value` over all ranks that split batch or spatial dims."""
-    for factor in elements:
-        value = context.all_reduce(value, "sum", factor)
-    return value
 
 
 def _per_channel(shape: Sequence[int]) -> list[int]:
@@ -230,7 +223,7 @@ def _local_backward(like: torch.Tensor, weight_dtype: torch.dtype) -> Rewrite:
             return call(aten.reshape.default, values, _per_channel(shape))
 
         def total(values: Any) -> Any:
-            return _total(context, call(aten.sum.dim_IntList, values, over), elements)
+            return reduce_over(context, call(aten.sum.dim_IntList, values, over), "sum", elements)
 
         if x_dtype is not wide(x_dtype):
             cast = partial(call, aten._to_copy.default, dtype=wide(x_dtype))
