@@ -201,7 +201,15 @@ _CHECKS = ("always", "first", "off")
 
 
 def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
-    """Return the choice of outputs that calls return; raise `NotAvailableError` for an unknown word."""
+    """Return the kind of outputs that a compiled call returns.
+
+    Args:
+        outputs: "loss" for `Outputs.LOSS`, or "all" for all outputs.
+        gather_outputs: for "all", choose `Outputs.WHOLE`, not `Outputs.AS_PLANNED`.
+
+    Raises:
+        NotAvailableError: `outputs` is neither "all" nor "loss".
+    """
     if outputs not in ("all", "loss"):
         raise NotAvailableError(
             f"outputs={outputs!r} must be 'all' or 'loss'; pass gather_outputs=True for whole outputs."
@@ -276,7 +284,7 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
 
 
 def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
-    """Return the constraints: specs by name or glob.
+    """Return the constraints as a dict from a value's name, or a glob of names, to its spec; empty for None.
 
     Raises:
         InvalidSpecError: the argument is no mapping from strings to specs.
@@ -367,7 +375,7 @@ def check_has_loss(program: Program) -> None:
 
 
 def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], optimizer: object) -> None:
-    """Raise for a program without the outputs that the call needs.
+    """Raise if a traced program lacks an output that `constraints` name, or the loss that an optimizer needs.
 
     Raises:
         InvalidSpecError: a constraint names an output that the program does not have.
@@ -384,7 +392,7 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
 
 def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | None]:
-    """Return the mesh or cluster to plan for, and the hardware to price for; None means this machine.
+    """Return the mesh or cluster to plan for, and the cluster that gives prices; None in its place is this machine.
 
     Raises:
         MeshError: the argument is neither a mesh nor a cluster.
@@ -400,7 +408,7 @@ def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | 
 
 
 def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
-    """Return the mesh of `compile`, and the hardware to price for; None means this machine.
+    """Return the mesh of `compile`, and the cluster that gives prices; None in its place is this machine.
 
     Raises:
         MeshError: `cluster` is no cluster, comes without a mesh, or has another number of devices than the mesh.

@@ -143,14 +143,14 @@ class Call:
 
     @property
     def outputs(self) -> Outputs:
-        """The outputs that a call returns; a training step returns the loss alone."""
+        """The kind of outputs that a call returns: `Outputs.LOSS` with an optimizer, otherwise `handed_out`."""
         if self.optimizer is not None:
             return Outputs.LOSS
         return self.handed_out
 
     @property
     def handed_out(self) -> Outputs:
-        """The outputs that `options` ask for. A call without an optimizer returns them."""
+        """The kind of outputs in `options`: all as planned, all gathered, or the loss alone."""
         return checked_outputs(self.options.outputs, gather_outputs=self.options.gather_outputs)
 
     @property

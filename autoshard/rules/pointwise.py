@@ -355,12 +355,14 @@ def elu_backward(
 
 @sharding_rule(aten.softplus.default)
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
-    """Return the rule. Maxima and minima pass only for thresholds of at least 20.
+    """Return the rule. Maxima and minima pass if rounding hides a step at the threshold, as in float32 from 20 on.
 
-    Above the threshold the result is `x`, which is less than the softplus, so the result steps down. From the threshold
-    20 on, rounding hides the step.
+    Above the threshold the result is `x`, which is less than the softplus by the share log(1 + exp(-threshold)) /
+    threshold, so the result steps down.
     """
-    return _rule([x], (), _if(beta > 0 and threshold >= 20, increasing((0,))))
+    step = math.log1p(math.exp(-threshold)) / threshold if threshold >= 20 else math.inf
+    is_hidden = x.is_floating_point() and step < torch.finfo(x.dtype).eps / 4
+    return _rule([x], (), _if(beta > 0 and is_hidden, increasing((0,))))
 
 
 @sharding_rule(aten.leaky_relu.default)

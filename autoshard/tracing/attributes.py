@@ -27,9 +27,10 @@ Kept = Mapping[tuple[str, nn.Module, str], Any]
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
-    """Restore the attributes of all modules at exit, and yield a function that returns attributes with new tensors.
+    """At exit, restore each attribute of a module in which new tensors were stored; delete it if it is new.
 
-    The function covers attributes, and dicts, lists and sets in attributes. It does not look into nested containers.
+    Yield a function that returns the attributes with tensors that were stored since entry. A tensor counts if it is the
+    attribute's value, or an item of a dict, list, set or tuple in the attribute. Nested containers are not searched.
     """
     titles = {module: title for title, module in model.named_modules()}
     before = [(module, _own_attributes(module)) for module in model.modules()]

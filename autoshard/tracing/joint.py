@@ -195,7 +195,10 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return pairs of a traced tensor and its real tensor, or None if values may not be read."""
+        """Return pairs of a traced tensor and the real tensor whose values Python code may read during the trace.
+
+        `Known` in the options chooses the tensors. Real tensors on meta are left out. For `Known.NOTHING`, return None.
+        """
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))

@@ -54,7 +54,7 @@ class Questions:
             name: qualified name of a parameter, buffer, input or output, or name of a node.
 
         Raises:
-            NotAvailableError: the plan is the price of a recipe, so it has no specs to choose.
+            NotAvailableError: the plan has no specs, because it prices a recipe under another framework's runtime.
             InvalidSpecError: the plan has no value of this name.
         """
         problems = self.replan.problems()
@@ -214,7 +214,10 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """Return how a plan has a feature by its pipeline stages or its recipe, in words; "" if it lacks the feature."""
+    """Return in words how the pipeline stages or the recipe of a plan use a feature, e.g. "of 4 stages".
+
+    Return "" if neither uses the feature.
+    """
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
@@ -238,7 +241,7 @@ def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
 
 
 def _over(way: Way) -> str:
-    """Return a way in words, e.g. "over data" or "over model, copied over data"."""
+    """Return the mesh axes of a `Way` in words: "over data", or for HSDP "over model, copied over data"."""
     first, *others = way
     return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
 

@@ -46,7 +46,8 @@ NO_CHANGE = Change()
 class Replan(Protocol):
     """A function that plans a call again with one thing changed.
 
-    There is an implementation for plans with and without pipeline stages, and for prices of recipes.
+    There are two implementations. One is for plans that `compile` can run, with or without pipeline stages. The other
+    is for prices of recipes: plans without specs, which predict a recipe's step under another framework's runtime.
     """
 
     @property
@@ -55,7 +56,7 @@ class Replan(Protocol):
         ...
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """Return the planning problem of each stage; empty if the plan is the price of a recipe."""
+        """Return the planning problem of each stage; an empty sequence for a price of a recipe, which has no specs."""
         ...
 
     def missing(self, feature: str) -> str:
@@ -63,7 +64,7 @@ class Replan(Protocol):
         ...
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the Triton kernels of a plan under `backend="triton"`, or those in the price of a recipe."""
+        """Return the Triton kernels that a plan runs under `backend="triton"`, or that a price of a recipe counts."""
         ...
 
     def __call__(self, plan: Plan, change: Change) -> Plan:

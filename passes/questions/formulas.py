@@ -86,7 +86,19 @@ class PlanFormulas:
     def formula(
         self, plan: Plan, name: str, *, dims: InputDims | None, fixed: Collection[str], even: bool
     ) -> sympy.Expr:
-        """Return the formula of a quantity, as documented at `Plan.formula`."""
+        """Return the formula of a quantity of a plan, for `Plan.formula`.
+
+        Args:
+            plan: the plan.
+            name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
+            dims: for each symbol, the dim of the inputs whose size it stands for; None for "batch" and "sequence".
+            fixed: names of symbols to replace by the plan's own sizes.
+            even: leave out the ceilings of uneven splits.
+
+        Raises:
+            FormulaError: `name` or `fixed` has an unknown name, two symbols have the same name, or the quantity is no
+                polynomial in a size.
+        """
         of_axes = self.counts.axes(plan)
         _check_name(name, [*of_axes, *([PIPELINE_AXIS] if plan.stages else ())])
         sizes, blocks = self.counts.sizes(dims), block_symbols(self.counts.lists())
@@ -187,7 +199,7 @@ class CountsOfPlan:
         return counts.local(reader_of(name))
 
     def _counts_of(self, plan: Plan, number: int, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> PlanCounts:
-        """Return the counts of stage `number`, with cached fits.
+        """Return the counts of stage `number`. Its fitted program and its counts are cached.
 
         Raises:
             FormulaError: the model's program is no longer that of the plan.

@@ -349,7 +349,11 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether the runtime supports a recipe. With `runs`, `compile` must also be able to run its program."""
+        """Whether a recipe passes two checks that concern several of its fields at once.
+
+        A recipe that offloads activations in a pipeline needs a runtime with `offloads_in_pipelines`. If `self.runs` is
+        true, `compile` must have a program for the recipe (`Recipe.without_program`).
+        """
         if recipe.offload == "activations" and is_several(recipe.pipeline):
             return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
         return not (self.runs and recipe.without_program)

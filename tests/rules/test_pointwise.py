@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from autoshard.rules import strategies
+from autoshard.rules import pointwise, strategies
 from tests.rules.recording import check_call, check_database, check_splits, tensor
 
 aten = torch.ops.aten
@@ -184,3 +184,15 @@ def test_on_the_samples_of_pytorch() -> None:
     tally = check_database(_SAMPLED, limit=3)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.strategies > 1000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "threshold", "passes"),
+    [(torch.float32, 20, True), (torch.float64, 20, False), (torch.float64, 40, True), (torch.float32, 5, False)],
+)
+def test_maxima_pass_a_softplus_without_a_visible_step(dtype: torch.dtype, threshold: int, passes: bool) -> None:
+    """In float64 the softplus steps down visibly at the usual threshold of 20, so it is not increasing there."""
+    below = torch.tensor(threshold, dtype=dtype) * torch.tensor([1.0, 1 + 2 * torch.finfo(dtype).eps], dtype=dtype)
+    values = torch.nn.functional.softplus(below, 1, threshold)
+    assert bool(values[0] <= values[1]) == passes
+    assert bool(pointwise.softplus(below, 1, threshold).carries) == passes
