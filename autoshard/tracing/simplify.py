@@ -34,7 +34,7 @@ _RESHAPES = frozenset(
         _ATEN.reshape.default,
     }
 )
-_WITHOUT_OPERAND = {
+_WITHOUT_OPERAND: dict[Any, Any] = {
     _ATEN.new_zeros.default: _ATEN.zeros.default,
     _ATEN.new_ones.default: _ATEN.ones.default,
     _ATEN.new_full.default: _ATEN.full.default,
