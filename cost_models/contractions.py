@@ -290,37 +290,6 @@ BACKWARD = {
 }
 
 
-@operator_cost("autoshard.packed_attention.default")
-def packed_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count attention of packed sequences, taken to be equally long.
-
-    arguments: (q, k, v, query_starts, key_starts, is_causal, window, scale).
-    """
-    return _packed_attention(inputs, outputs, 0, bool(arguments[5]))
-
-
-@operator_cost("autoshard.packed_attention_backward.default")
-def packed_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the gradient of attention of packed sequences, taken to be equally long.
-
-    arguments: (grad_out, q, k, v, out, lse, query_starts, key_starts, is_causal, window, scale).
-    """
-    return _packed_attention(inputs, outputs, 1, bool(arguments[8]))
-
-
-def _packed_attention(inputs: Tensors, outputs: Tensors, first: int, causal: bool) -> Work:
-    """Count attention of packed sequences, with q, k, v of [S, H, D] from operand `first` on.
-
-    A trace does not know the sequences' lengths, so they count as equally long, without a window.
-    """
-    q, k, v = inputs[first : first + 3]
-    sequences = inputs[-1].shape[0] - 1
-    queries, keys = (ceil(x.shape[0] / sequences) for x in (q, k))
-    shape = AttentionShape(sequences * q.shape[1], queries, keys, q.shape[2], v.shape[2], causal, bool(first))
-    read, written = size_bytes(inputs), size_bytes(outputs)
-    return Work(shape.flops, read, written, Kind.ATTENTION, compute_dtype(inputs), attention=shape)
-
-
 def _register_attention(name: str, position: int, *, backward: bool) -> None:
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         causal = bool(arguments[position]) if len(arguments) > position else False

@@ -204,14 +204,13 @@ class _Compiled(NamedTuple):
     """A segment that is ready to run.
 
     Args:
-        name, is_barrier: name of the segment, and whether it is a barrier.
+        is_barrier: whether the segment is a barrier.
         early: early communications with their indices in the segment.
         ops: all other operations with their indices, in order of issue. A communication comes right after the last of
             its operands.
         compute_s: label of computation to its seconds in the segment.
     """
 
-    name: str
     is_barrier: bool
     early: tuple[tuple[int, Op], ...]
     ops: tuple[tuple[int, _Chain], ...]
@@ -234,7 +233,7 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
             compute[op.label] += op.seconds
     chains = [(index, _Chain.of(op, dispatch_s)) for index, op in ops]
     chains = _merge(chains, segment.ops, dispatch_s) if merge else chains
-    return _Compiled(segment.name, segment.is_barrier, early, tuple(chains), dict(compute))
+    return _Compiled(segment.is_barrier, early, tuple(chains), dict(compute))
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:

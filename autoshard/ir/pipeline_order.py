@@ -6,10 +6,9 @@ A step without stages is a pipeline of one stage on one rank. The update follows
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from typing import Any, NamedTuple
 
 from autoshard.errors import PlanMismatchError
@@ -135,10 +134,6 @@ class PipelineOrder:
         found = read(_OrderInFile, data, ("order",))
         ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
         return cls(found.stage_ranks, found.micro_batches, ranks)
-
-    def tasks(self, rank: int) -> Iterator[StageTask]:
-        """Return the tasks of a rank in running order."""
-        return chain.from_iterable(self.ranks[rank])
 
     @property
     def trains(self) -> bool:

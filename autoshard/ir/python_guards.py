@@ -256,16 +256,6 @@ class PythonUse:
     notes: tuple[str, ...] = ()
     counting: frozenset[str] = frozenset()
 
-    def joined_with(self, other: PythonUse) -> PythonUse:
-        """Return this record with the names, containers and counting attributes of another trace added."""
-        names = {id(holder): (title, holder, found) for title, holder, found in self.names}
-        for title, holder, found in other.names:
-            mine = names.get(id(holder), (title, holder, ()))[2]
-            names[id(holder)] = (title, holder, tuple(dict.fromkeys((*mine, *found))))
-        containers = {id(item[1]): item for item in (*self.containers, *other.containers)}
-        counting = self.counting | other.counting
-        return replace(self, names=tuple(names.values()), containers=tuple(containers.values()), counting=counting)
-
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
         """Make guards on the present values.
 

@@ -195,7 +195,7 @@ class Recipe:
             raise RecipeError(f"schedule={self.schedule!r} {refusal}.")
         if self.stage_layers is None:
             return
-        object.__setattr__(self, "stage_layers", _entries("stage_layers", self.stage_layers))
+        object.__setattr__(self, "stage_layers", _stage_layers(self.stage_layers))
         if not all(isinstance(count, int) and count >= 0 for count in self.stage_layers):
             raise RecipeError(f"stage_layers={self.stage_layers!r} must be whole numbers of at least 0, one a stage.")
         if self.pipeline is not None and len(self.stage_layers) != self.pipeline * each:
@@ -262,10 +262,10 @@ def check_field(name: str, value: object) -> None:
         check_flag(name, value)
 
 
-def _entries(name: str, given: object) -> tuple[object, ...]:
-    """Return the numbers of a field such as `stage_layers` as a tuple; `RecipeError` if the field is no iterable."""
+def _stage_layers(given: object) -> tuple[object, ...]:
+    """Return `stage_layers` as a tuple; `RecipeError` if it is no iterable."""
     if not isinstance(given, Iterable):
-        raise RecipeError(f"{name}={given!r} is a {type(given).__name__}; pass a tuple of whole numbers.")
+        raise RecipeError(f"stage_layers={given!r} is a {type(given).__name__}; pass a tuple of whole numbers.")
     return tuple(given)
 
 

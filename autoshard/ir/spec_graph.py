@@ -40,11 +40,6 @@ class ReshardKind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     SLICE = "slice"
 
-    @property
-    def is_local(self) -> bool:
-        """Whether ranks need not communicate."""
-        return self in (ReshardKind.SLICE, ReshardKind.MAKE_PARTIAL)
-
 
 @dataclass(frozen=True, slots=True)
 class Move:

@@ -20,7 +20,6 @@ from autoshard.kernels.exchanged_experts import (
 )
 from autoshard.kernels.experts import experts, experts_backward
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
-from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words
 from autoshard.kernels.random_numbers import random
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
@@ -55,8 +54,6 @@ __all__ = [
     "lstm",
     "lstm_backward",
     "momentum_update",
-    "packed_attention",
-    "packed_attention_backward",
     "philox_4x32",
     "poisson",
     "random",

@@ -59,11 +59,6 @@ class Kernel:
     why_not: Callable[..., str | None]
     examples: tuple[ExampleCompilation, ...]
 
-    @property
-    def name(self) -> str:
-        """The replacement's name, such as "autoshard::triton_layer_norm"."""
-        return self.replacement._schema.name
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:

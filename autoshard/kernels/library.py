@@ -131,7 +131,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
 
     Args:
         overload: the backward operator.
-        computation: the name of the computation for the message, such as "Attention within packed sequences".
+        computation: the name of the computation for the message, such as "CTC loss".
     """
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Rules of `autoshard::attention`, with and without packed sequences.
+"""Rules of `autoshard::attention`.
 
 Batch, heads and queries are independent, so ranks may split them. A group of query heads shares a key head, so heads
 are split by key heads first. The masks of dropout and causality follow the global index, so a piece needs its offset in
@@ -63,33 +63,6 @@ def attention_backward(
         (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
         blocked=_BLOCKED, together=_RING, whole={"t": (0,)}, local=_local_backward, padding={"t": None},
     )  # fmt: skip
-
-
-# Factors of packed attention: s queries and t keys of all sequences, n starts of sequences.
-_PACKED_Q, _PACKED_K, _PACKED_LSE, _STARTS = parse("s (h g) d, t h d, (h g) s, n -> scalar")[0]
-_PACKED_BLOCKED = ("s", "t", "d", "n")
-
-
-@sharding_rule(autoshard_ops.packed_attention.default)
-def packed_attention(q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
-    """Return the rule: heads may be split, and tokens may not, because the sequences' boundaries are values."""
-    operands = (_PACKED_Q, _PACKED_K, _PACKED_K, _STARTS, _STARTS)
-    results = (_PACKED_Q, _PACKED_LSE)
-    return Rule((operands, results), sizes=_packed_sizes(q, k), blocked=_PACKED_BLOCKED, padding={})
-
-
-@sharding_rule(autoshard_ops.packed_attention_backward.default)
-def packed_attention_backward(grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
-    """Return the rule: gradients of keys and values are sums over the query heads of a key head."""
-    operands = (_PACKED_Q, _PACKED_Q, _PACKED_K, _PACKED_K, _PACKED_Q, _PACKED_LSE, _STARTS, _STARTS)
-    return Rule(
-        (operands, (_PACKED_Q, _PACKED_K, _PACKED_K)), sizes=_packed_sizes(q, k), reduce={"g": "sum"}, linear=[(0,)],
-        blocked=_PACKED_BLOCKED, padding={},
-    )  # fmt: skip
-
-
-def _packed_sizes(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
-    return {"h": k.shape[1], "g": q.shape[1] // k.shape[1]}
 
 
 def _optional(mask: torch.Tensor | None, seed: torch.Tensor | None) -> tuple[Dims, ...]:

@@ -20,6 +20,7 @@ from autoshard.rules.dims import all_blocked, named, names
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Carry, Dims, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
+from autoshard.rules.split_dims import reduce_over, wide
 
 aten = torch.ops.aten
 
@@ -102,18 +103,13 @@ def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Car
     return [*(sums((1, 2)) if weight is not None else []), *meaningful({index: bias}, increasing((index,)))]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which statistics of operands of `dtype` are computed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
     """Return the dtype of the saved mean and inverse deviation.
 
     On a CPU it is the dtype of `x`, unless a parameter is wider. On other devices it is the dtype of the computation.
     """
-    is_wide = any(tensor is not None and tensor.dtype == _wide(x.dtype) for tensor in others)
-    return _wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
+    is_wide = any(tensor is not None and tensor.dtype == wide(x.dtype) for tensor in others)
+    return wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +137,14 @@ def _local_forward(
     """
     if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)
-    call, wide = context.call, _wide(dtypes.x)
+    call, wider = context.call, wide(dtypes.x)
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
-        return value if value is None or wide is dtypes.x else call(aten._to_copy.default, value, dtype=dtype)
+        return value if value is None or wider is dtypes.x else call(aten._to_copy.default, value, dtype=dtype)
 
     *running, _, momentum, eps = rest
-    mean, variance = _moments(context, cast(x, wide), elements)
-    affine = (cast(weight, wide), cast(bias, wide))
+    mean, variance = _moments(context, cast(x, wider), elements)
+    affine = (cast(weight, wider), cast(bias, wider))
     normalised = call(aten.native_batch_norm.default, x, *affine, mean, variance, False, 0.0, eps)
     invstd = call(aten.rsqrt.default, call(aten.add.Scalar, variance, eps))
     results = (normalised[0], cast(mean, dtypes.saved), cast(invstd, dtypes.saved))
@@ -157,7 +153,7 @@ def _local_forward(
     count = math.prod(map(context.global_size, elements))
     unbiased = call(aten.mul.Scalar, variance, count / max(count - 1, 1))
     moved = (
-        call(aten.lerp.Scalar, cast(old, wide), new, momentum)
+        call(aten.lerp.Scalar, cast(old, wider), new, momentum)
         for old, new in zip(running, (mean, unbiased), strict=True)
     )
     return (*results, *(cast(new, dtypes.held) for new in moved))
@@ -174,15 +170,8 @@ def _moments(context: LocalContext, x: Any, elements: Sequence[str]) -> tuple[An
 
 
 def _global_mean(context: LocalContext, x: Any, over: Sequence[int], elements: Sequence[str]) -> Any:
-    mean = _total(context, context.call(aten.mean.dim, x, over), elements)
+    mean = reduce_over(context, context.call(aten.mean.dim, x, over), "sum", elements)
     return context.call(aten.div.Scalar, mean, math.prod(map(context.shards, elements)))
-
-
-def _total(context: LocalContext, value: Any, elements: Sequence[str]) -> Any:
-    """Emit the sum of `value` over all ranks that split batch or spatial dims."""
-    for factor in elements:
-        value = context.all_reduce(value, "sum", factor)
-    return value
 
 
 def _per_channel(shape: Sequence[int]) -> list[int]:
@@ -234,11 +223,11 @@ def _local_backward(like: torch.Tensor, weight_dtype: torch.dtype) -> Rewrite:
             return call(aten.reshape.default, values, _per_channel(shape))
 
         def total(values: Any) -> Any:
-            return _total(context, call(aten.sum.dim_IntList, values, over), elements)
+            return reduce_over(context, call(aten.sum.dim_IntList, values, over), "sum", elements)
 
-        if x_dtype is not _wide(x_dtype):
-            wide = partial(call, aten._to_copy.default, dtype=_wide(x_dtype))
-            grad, mean, invstd = wide(grad), wide(mean), wide(invstd)
+        if x_dtype is not wide(x_dtype):
+            cast = partial(call, aten._to_copy.default, dtype=wide(x_dtype))
+            grad, mean, invstd = cast(grad), cast(mean), cast(invstd)
         scale = per_channel(invstd)
         normal = call(aten.mul.Tensor, call(aten.sub.Tensor, x, per_channel(mean)), scale)
         weight_grad, bias_grad = total(call(aten.mul.Tensor, grad, normal)), total(grad)

@@ -52,7 +52,7 @@ def rms_norm(x: torch.Tensor, normalized: Sequence[int], weight: torch.Tensor | 
 def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], local: Rewrite, statistics: int) -> Rule:
     dims, row_dims, width = _row_dims(x, normalized)
     operands = (dims, *(width for weight in weights if weight is not None))
-    carries = affine(weights, 1, 1 + statistics)
+    carries = affine(weights, 1 + statistics)
     return Rule(
         (operands, (dims, *[row_dims] * statistics)),
         whole=dict.fromkeys(names(width), range(1, 1 + statistics)),
@@ -62,18 +62,18 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
     )
 
 
-def affine(weights: Sequence[torch.Tensor | None], first: int, results: int) -> list[Carry]:
+def affine(weights: Sequence[torch.Tensor | None], results: int) -> list[Carry]:
     """Return carries of partial values through weight and bias into the first result, which is affine in them.
 
     Args:
-        weights: the weight, and the bias if the operator has one. An absent tensor is None.
-        first: index of the weight among the operands.
+        weights: the second operand and further operands: the weight, and the bias if the operator has one. An absent
+            tensor is None.
         results: the number of results.
     """
     present = tensors(*weights)
     if not present:
         return []
-    together = range(first, first + len(present))
+    together = range(1, 1 + len(present))
     is_linear = weights[0] is not None
     of_bias = increasing((together[-1],)) if weights[-1] is not None and len(weights) > 1 else []
     carries = [*(sums(together) if is_linear else []), *meaningful({together[-1]: present[-1]}, of_bias)]
@@ -175,7 +175,7 @@ def group_norm(
         local=split_norms.group_norm(x, [weight, bias], names(space)),
         padding={},
         even=names(space),
-        carries=affine((weight, bias), 1, 3),
+        carries=affine((weight, bias), 3),
     )
 
 

@@ -163,14 +163,14 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
     return flat
 
 
-def _without_values(context: LocalContext, x: Any, operand: int, split: Sequence[Halo]) -> Any:
+def _without_values(context: LocalContext, x: Any, split: Sequence[Halo]) -> Any:
     """Emit an empty tensor with the shape of `x` with halos, for operators that only read the shape.
 
-    `operand` is the index of `x` among the operands. Without split dims, return `x` itself.
+    `x` is the second operand. Without split dims, return `x` itself.
     """
     if not split:
         return x
-    shape = context.input_shape(operand)
+    shape = context.input_shape(1)
     for halo in split:
         shape[halo.dim] = halo.extended_size(context)
     return context.call(aten.new_empty.default, x, shape)
@@ -221,7 +221,7 @@ def _local_max_pool_backward(
         return context.default(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)
     padding = inner_padding(padding, len(windows), split)
     indices = _to_piece(context, indices, windows, split)
-    x = _without_values(context, x, 1, split)
+    x = _without_values(context, x, split)
     gradient = context.default(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)
     return fold_all(context, gradient, split)
 
@@ -317,7 +317,7 @@ def _local_average_pool_backward(
 ) -> Any:  # fmt: skip
     split = split_halos(context, _halos(windows))
     padding = inner_padding(padding, len(windows), split)
-    x = _without_values(context, x, 1, split)
+    x = _without_values(context, x, split)
     return fold_all(context, context.default(grad, x, kernel, stride, padding, *rest), split)
 
 

@@ -129,7 +129,7 @@ def softmax_backward(context: LocalContext, grad: Any, output: Any, dim: int, fa
 
 
 def moments(
-    context: LocalContext, x: Any, dims: Sequence[int], factors: Sequence[str], count: int, *, operand: int = 0
+    context: LocalContext, x: Any, dims: Sequence[int], factors: Sequence[str], count: int
 ) -> tuple[Any, Any, Any]:
     """Emit mean, centred elements and the sum of their squares over some dims, in two passes over the piece.
 
@@ -139,13 +139,12 @@ def moments(
         dims: the dims over which moments are taken.
         factors: the factors of `dims`.
         count: the number of elements of `dims` over all ranks.
-        operand: index of the operand that has the dims of `x`.
 
     Returns:
         The three tensors. `dims` have size one in the mean and in the sum. Centred elements are zero in padding.
     """
     mean = context.call(aten.div.Scalar, total(context, x, dims, factors), count)
-    centred = without_padding(context, context.call(aten.sub.Tensor, x, mean), factors, operand)
+    centred = without_padding(context, context.call(aten.sub.Tensor, x, mean), factors, 0)
     return mean, centred, total(context, context.call(aten.mul.Tensor, centred, centred), dims, factors)
 
 

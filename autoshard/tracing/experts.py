@@ -98,10 +98,10 @@ def _gate_of(module: Any) -> Gate | None:
     return None
 
 
-def _probe(halves: int, rows: int = 4096, width: int = 4) -> Tensor:
-    """Return random samples [rows, halves * width] of both signs, with magnitudes from a thousandth to a million."""
+def _probe(halves: int) -> Tensor:
+    """Return random samples [4096, halves * 4] of both signs, with magnitudes from a thousandth to a million."""
     generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand(2, rows, halves * width, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(2, 4096, halves * 4, generator=generator, dtype=torch.float64)
     return (10 ** (9 * uniform[0] - 3)) * torch.where(uniform[1] < 0.5, -1.0, 1.0)
 
 

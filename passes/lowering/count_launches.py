@@ -26,6 +26,7 @@ from autoshard.kernels.triton_linear_cross_entropy import (
     linear_cross_entropy_backward,
 )
 from autoshard.kernels.triton_norm import SUMMING_PROGRAMS
+from passes.strategies.tensor_infos import bytes_in
 
 _aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def traffic_of(node: fx.Node) -> Traffic:
     """Return the launches and memory traffic of one node; zero for views, collectives and waits."""
     if not is_launch(node):
         return Traffic()
-    moved = sum(_bytes(item.meta.get("val")) for item in (*node.all_input_nodes, node))
+    moved = sum(bytes_in(item.meta.get("val")) for item in (*node.all_input_nodes, node))
     generated = generated_kernel(node.target)
     later = Traffic() if generated is None else split_sums(generated.layout)
     return Traffic(1, moved) + later + second_step(node.target, node.meta.get("val")) + chunk_steps(node)
@@ -116,7 +117,7 @@ def second_step(target: Any, value: Any) -> Traffic:
     columns = grad.shape[-1]
     blocks = math.ceil(math.prod(grad.shape[:-1]) / row_tile(columns).rows)
     partial_bytes = min(blocks, SUMMING_PROGRAMS) * columns * _FLOAT_BYTES
-    return sum((Traffic(1, 2 * partial_bytes + _bytes(other)) for other in others), Traffic())
+    return sum((Traffic(1, 2 * partial_bytes + bytes_in(other)) for other in others), Traffic())
 
 
 def split_sums(layout: ElementLayout) -> Traffic:
@@ -141,16 +142,10 @@ def chunk_steps(node: fx.Node) -> Traffic:
         return Traffic()
     hidden, weight = (operand.meta["val"] for operand in node.all_input_nodes[is_backward:][:2])
     chunks = math.ceil(weight.shape[0] / chunk_classes(weight.shape[1]))
-    logits_bytes = _bytes(hidden) // weight.shape[1] * weight.shape[0]
+    logits_bytes = bytes_in(hidden) // weight.shape[1] * weight.shape[0]
     if not is_backward:
-        return Traffic(2 * chunks - 1, 2 * logits_bytes + (chunks - 1) * _bytes(hidden))
+        return Traffic(2 * chunks - 1, 2 * logits_bytes + (chunks - 1) * bytes_in(hidden))
     summed_bytes = hidden.numel() * _FLOAT_BYTES
-    each = 4 * _bytes(hidden) + 2 * summed_bytes  # read for both products, the addend written and read, the sum both
-    once = 2 * summed_bytes + _bytes(weight) - _bytes(hidden)
+    each = 4 * bytes_in(hidden) + 2 * summed_bytes  # read for both products, the addend written and read, the sum both
+    once = 2 * summed_bytes + bytes_in(weight) - bytes_in(hidden)
     return Traffic(5 * chunks + 1, 5 * logits_bytes + chunks * each + once)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0

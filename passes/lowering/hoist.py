@@ -32,6 +32,7 @@ from autoshard.tracing.copy_node import copy_node
 from passes.memory.lowered_memory import peak_bytes
 from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering, draws_numbers
+from passes.preparation.rewriting import needed
 
 Seconds = Callable[[fx.Node], float]
 
@@ -251,7 +252,7 @@ class _Shared:
         old, graph = self.phased.backward, fx.Graph()
         by_number = {self.number(node): node for node in held}
         taken = self._calls_of(old, by_number)
-        reached = _needed(_results(old), taken)
+        reached = needed(_results(old), taken)
         made: dict[fx.Node, fx.Node] = {}
         given: dict[int, fx.Node] = {}
         saved: dict[str, fx.Node] = {}
@@ -307,17 +308,6 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
     return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.Node]:
-    """Return the results and all nodes from which they are computed; the search stops at nodes of `given`."""
-    needed, waiting = set[fx.Node](), list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += () if node in given else node.all_input_nodes
-    return needed
-
-
 def _copy_needed(
     old: fx.GraphModule, results: Iterable[fx.Node], graph: fx.Graph, made: dict[fx.Node, fx.Node]
 ) -> None:
@@ -325,7 +315,7 @@ def _copy_needed(
 
     Nodes that `made` already has are not copied.
     """
-    needed = _needed(results, made)
+    found = needed(results, made)
     for node in old.graph.nodes:
-        if node in needed and node not in made:
+        if node in found and node not in made:
             made[node] = copy_node(graph, node, made.__getitem__)

@@ -7,10 +7,9 @@ operators without a formula have a time too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoshard.graphs.aliases import aliased_operands
 from autoshard.ir.collectives import is_collective
@@ -18,6 +17,7 @@ from autoshard.ir.mesh import Mesh
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from passes.strategies.collective_nodes import collective_time
+from passes.strategies.tensor_infos import bytes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,9 @@ class NodeTime:
         """Return the seconds of one node (bytes without a cluster); 0 for views and waits."""
         if not isinstance(node.target, torch._ops.OpOverload) or aliased_operands(node):
             return 0.0
-        moved = _bytes(node.meta.get("val")) + sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+        moved = sum(bytes_in(item.meta.get("val")) for item in (node, *node.all_input_nodes))
         if self.cluster is None:
             return moved
         if is_collective(node):
             return collective_time(node, self.mesh, self.cluster)
         return self.cluster.device.launch_latency_s + memory_time(moved, self.cluster.device)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0

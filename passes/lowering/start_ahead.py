@@ -24,7 +24,7 @@ from torch import fx
 from autoshard.ir.collectives import ALL_GATHER, is_collective, is_wait
 from autoshard.ir.communicators import Purpose, is_for
 from autoshard.ir.lowered import PhasedProgram
-from passes.preparation.rewriting import in_order
+from passes.preparation.rewriting import in_order, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Order:
     placed: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.moving = {node for node in _needed_by(self.starts) if node.op == "call_function"}
+        self.moving = {node for node in needed(self.starts) if node.op == "call_function"}
         self.depths = _depths(self.graph, frozenset(self.starts))
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
@@ -147,16 +147,6 @@ class _Order:
                 yield from self._place(start, behind)
         self.placed.add(node)
         yield node
-
-
-def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and all nodes from which they are computed."""
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        operands = set(stack.pop().all_input_nodes) - found
-        found |= operands
-        stack += operands
-    return found
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:

@@ -151,13 +151,13 @@ class _Ruled:
 
     def _is_absorbed(self, labels: frozenset[Label]) -> bool:
         """Whether the padding of the reduced parts `labels` adds nothing to the clean part of the results."""
-        return self._is_zero(CLEAN, labels) or self._is_filled(labels)
+        return self._is_zero(labels) or self._is_filled(labels)
 
-    def _is_zero(self, region: Region, labels: frozenset[Label], result: int = 0) -> bool:
-        """Whether the padding of the reduced parts `labels` contributes only zeros to a region of a result."""
+    def _is_zero(self, labels: frozenset[Label]) -> bool:
+        """Whether the padding of the reduced parts `labels` contributes only zeros to the clean part of the results."""
         if any(self.bound.reduce.get(factor) is not Reduction.SUM for factor, _ in labels):
             return False
-        found = self._operands(result, region, labels)
+        found = self._operands(0, CLEAN, labels)
         groups = [group - self.bound.added for group in self.bound.linear]
         return any(
             group

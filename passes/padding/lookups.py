@@ -15,7 +15,7 @@ import torch
 
 from autoshard.ir.spec import Reduction
 from passes.padding.by_rule import by_rule, changes_nothing
-from passes.padding.contents import PaddedContent, either
+from passes.padding.contents import PaddedContent, content_of_type, either
 from passes.padding.padded_calls import PaddedCall, Results, padded_call
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, ReachedError, Region
 
@@ -218,7 +218,6 @@ def _scan(call: PaddedCall) -> Results:
     if not x.is_padded or not x.is_dim_padded(dim):
         return by_rule(call)
     x.plain_part(dim)
-    from passes.padding.contents import content_of_type
 
     def result(number: int) -> PaddedValue:
         value = call.node.meta["val"]

@@ -151,7 +151,7 @@ def _expand(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice.Tensor, aten.slice_copy.Tensor, sizes=(2, 3))
 def _slice(call: PaddedCall) -> Results:
-    x, dim = _operand_and_dim(call, 0)
+    x, dim = _operand_and_dim(call)
     size, exact = x.plain_part(dim)
     step = call.both(4, "step", 1)[0]
     starts = [_from_start(start, length) for start, length in zip(call.both(2, "start"), (size, exact), strict=True)]
@@ -185,7 +185,7 @@ def _check_same(call: PaddedCall, *positions: int) -> None:
 
 @padded_call(aten.select.int, aten.select_copy.int, sizes=(2,))
 def _select(call: PaddedCall) -> Results:
-    x, dim = _operand_and_dim(call, 1)
+    x, dim = _operand_and_dim(call)
     if x.is_dim_padded(dim):
         _check_place(call, x, dim, 2)
     else:
@@ -254,7 +254,7 @@ def _slice_scatter(call: PaddedCall) -> Results:
     return (PaddedValue.of(x.dims, content),)
 
 
-def _operand_and_dim(call: PaddedCall, default: int) -> tuple[PaddedValue, int]:
+def _operand_and_dim(call: PaddedCall) -> tuple[PaddedValue, int]:
     x = call.operands[0]
     return x, call.argument(1, "dim", 0) % len(x.dims)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -68,12 +67,6 @@ class PaddedCall:
     def operand(self, position: int, name: str = "") -> PaddedValue:
         """Return the padded value of a tensor argument, by its position or its name."""
         return self.values[self.argument(position, name)]
-
-    def dtypes(self) -> list[torch.dtype]:
-        """Return the types of the tensor operands, in order."""
-        found: list[torch.dtype] = []
-        fx.map_arg((self.node.args, self.node.kwargs), lambda operand: found.append(operand.meta["val"].dtype))
-        return found
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
         """Return the shapes of the results, in the padded program for index 0, in the exact program for index 1."""

@@ -39,27 +39,21 @@ class BucketPrice:
     Args:
         alone: the price of a single step.
         piece_bytes: bytes of one rank's piece of the bucket.
-        hidden: fraction of the seconds that is not counted, because the bucket runs beside computation.
     """
 
     alone: StepPrice
     piece_bytes: int
-    hidden: float = 0.0
 
     def __call__(self, step: ReshardStep) -> float:
-        return (1 - self.hidden) * sum(self.parts(step))
-
-    def parts(self, step: ReshardStep) -> tuple[float, float]:
-        """Return the seconds of the step's communication and of its copies; nothing is taken off for `hidden`."""
         sent_s, copied_s = self.alone.parts(step)
         piece = piece_bytes(step)
         if sent_s == 0.0 or not 0 < piece < self.piece_bytes:
-            return sent_s, copied_s
+            return sent_s + copied_s
         times = self.piece_bytes / piece
         bucket = replace(
             step, bytes_before=round(times * step.bytes_before), bytes_after=round(times * step.bytes_after)
         )
-        return min(sent_s, self.alone.parts(bucket)[0] / times), copied_s
+        return min(sent_s, self.alone.parts(bucket)[0] / times) + copied_s
 
 
 def piece_bytes(step: ReshardStep) -> int:
@@ -140,7 +134,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
         link = planning.space.links[index]
         tail, head = choice[planning.classes[link.tail]], choice[planning.classes[link.head]]
         alone_s += runs[index] * float(_single_prices(planning, link)[tail, head])
-        seconds = runs[index] * _chosen_s(planning, link, tail, head, price)
+        seconds = runs[index] * float(_in_buckets_s(planning, link, price)[tail, head])
         is_last = planning.space.sites[link.tail].phase == "update"  # no computation follows
         sent_s, last_s = (sent_s, last_s + seconds) if is_last else (sent_s + seconds, last_s)
     others_s = max(0.0, planning.assignment.cost_of(choice) - alone_s)
@@ -157,17 +151,6 @@ def _parameter_bytes(planning: PlanningProblem) -> int:
     return found // planning.space.mesh.size
 
 
-def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price: BucketPrice) -> float:
-    """Return the seconds of a link's reshard in buckets, between option `tail` of its tail and `head` of its head."""
-    value, sources, targets = _value_and_specs(planning, link)
-    key = (_chosen_s, price.piece_bytes, value.shape, value.itemsize, sources[tail], targets[head])
-    if key not in planning.prices.derived:
-        ends = (sources[tail : tail + 1], targets[head : head + 1])
-        costs = reshard_costs(*ends, value.shape, planning.space.mesh, value.itemsize, price)
-        planning.prices.derived[key] = float(costs[0, 0])
-    return planning.prices.derived[key]
-
-
 def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0) -> Assignment:
     """Return the assignment of a planning problem with collectives of parameters and gradients at bucket prices.
 
@@ -176,12 +159,14 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0)
         piece_bytes: bytes of one rank's piece of the smallest bucket.
         hidden: fraction of the seconds of these collectives that is not counted (`hidden_part`).
     """
-    price = BucketPrice(planning.prices.step_price, piece_bytes, hidden)
+    price = BucketPrice(planning.prices.step_price, piece_bytes)
     costs, edges = list(planning.assignment.costs), list(planning.assignment.edges)
     runs = planning.link_runs()
     for index in bucketed_links(planning):
         link = planning.space.links[index]
-        less = runs[index] * _saved(planning, link, price)
+        alone, within = _single_prices(planning, link), _in_buckets_s(planning, link, price)
+        is_allowed = np.isfinite(alone)
+        less = runs[index] * np.where(is_allowed, alone - (1 - hidden) * np.where(is_allowed, within, 0.0), 0.0)
         tail, head = planning.classes[link.tail], planning.classes[link.head]
         if tail == head:
             costs[tail] = costs[tail] - np.diagonal(less)
@@ -191,16 +176,14 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0)
     return replace(planning.assignment, costs=tuple(costs), edges=tuple(edges))
 
 
-def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
-    """Return the seconds that bucket prices save on each reshard of a link, [tail's options, head's options]."""
-    prices = planning.prices
+def _in_buckets_s(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
+    """Return the seconds of each reshard on a link at bucket prices, [tail's options, head's options]."""
     value, sources, targets = _value_and_specs(planning, link)
-    key = (_saved, price.hidden, value.shape, value.itemsize, sources, targets)
-    if key not in prices.derived:
-        single = _single_prices(planning, link)
-        within = reshard_costs(sources, targets, value.shape, planning.space.mesh, value.itemsize, price)
-        prices.derived[key] = np.where(np.isfinite(single), single - np.where(np.isfinite(single), within, 0.0), 0.0)
-    return prices.derived[key]
+    key = (_in_buckets_s, price.piece_bytes, value.shape, value.itemsize, sources, targets)
+    if key not in planning.prices.derived:
+        costs = reshard_costs(sources, targets, value.shape, planning.space.mesh, value.itemsize, price)
+        planning.prices.derived[key] = costs
+    return planning.prices.derived[key]
 
 
 def _single_prices(planning: PlanningProblem, link: Link) -> Floats:

@@ -93,15 +93,6 @@ class PlanningProblem:
         """Return the number of runs of the reshard on each link in a step of the whole model, in the order of links."""
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
-    def adding_s(self, choice: Sequence[int]) -> float:
-        """Return the seconds to add the gradients of one micro-batch to the sums over earlier micro-batches."""
-        counts = self.counts()
-        return sum(
-            counts.get(fan_out, 1)
-            * float(self.prices.adding_times(self.space.sites[fan_out])[choice[self.classes[fan_out]]])
-            for fan_out in self.liveness.adding
-        )
-
     def usage(self, choice: Sequence[int]) -> np.ndarray:
         """Return the bytes in use on each rank under a choice, [program points]."""
         return self._memory_usage()(choice)

@@ -42,14 +42,12 @@ class StageAssignment:
         stages: number of stages.
         stage: node to its stage; includes parameters, but no nodes that belong to no stage.
         derived: parameters, and the calls computed from parameters alone.
-        repeated: calls that belong to no stage; every stage that reads them computes them for itself.
         cuts: names of the first calls of all stages, without that of the first stage.
     """
 
     stages: int
     stage: Mapping[fx.Node, int]
     derived: frozenset[fx.Node]
-    repeated: frozenset[fx.Node]
     cuts: tuple[str, ...]
 
 
@@ -119,8 +117,7 @@ class _Assigning:
                 self._know(node)
         self._place_backward()
         self._place_results()
-        derived, repeated = frozenset(self.derived), frozenset(self.repeated)
-        return StageAssignment(self.stages, self.stage, derived, repeated, tuple(self.cuts))
+        return StageAssignment(self.stages, self.stage, frozenset(self.derived), tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
         """Record in `there` that the stage of a forward node has the values of the node and of its operands."""

@@ -46,9 +46,9 @@ class ForwardCalls:
         site = self.space.sites[name]
         return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
-    def is_late(self, link: Link) -> bool:
-        """Whether a link's value is read after the forward by a call. Results that leave the program do not count."""
-        return not self.is_forward(link.head) and not leaves_program(self.space.sites[link.head], link)
+    def late_readers(self, name: str) -> list[str]:
+        """Return the sites that read a value after the forward."""
+        return [link.head for link in self.readers[name] if is_late(self.space, link)]
 
     def may_be_remade(self, name: str) -> bool:
         """Whether a value may be recomputed: its call is pure, and every reader may read the recomputed value."""
@@ -66,6 +66,12 @@ class ForwardCalls:
         """Whether a reader may read a restored value. Outputs of the program and the optimizer's update may not."""
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
+
+
+def is_late(space: SearchSpace, link: Link) -> bool:
+    """Whether a link's value is read after the forward by a call. Results that leave the program do not count."""
+    head = space.sites[link.head]
+    return head.phase != "forward" and not leaves_program(head, link)
 
 
 def _is_pure(site: Site) -> bool:

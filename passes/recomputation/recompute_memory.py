@@ -108,16 +108,6 @@ class RecomputeMemory:
             for policy in self.policies_of(name):
                 for number, item in enumerate(self._late_items(name, policy)):
                     yield (copy, (policy, number)), item
-        for name in self._may_stay:
-            for item in self._copy_beside(name):
-                yield (name, "beside"), item
-
-    @cached_property
-    def _may_stay(self) -> frozenset[str]:
-        """Names of values of the forward whose end depends on policies: views, and values with a second life."""
-        sites = self.planning.space.sites
-        forward = (name for name, site in sites.items() if site.phase == "forward" and not site.is_input)
-        return frozenset(name for name in forward if name in self.split.late or sites[name].is_alias)
 
     def _copies(self, name: str) -> float:
         ratio = self.liveness.state_bytes_per_parameter_byte
@@ -191,20 +181,6 @@ class RecomputeMemory:
             yield self._view_item(Interval(start, covered), name, policy, is_covered=True)
         if max(start, covered + 1) <= end:
             yield self._view_item(Interval(max(start, covered + 1), end), name, policy, is_covered=False)
-
-    def _copy_beside(self, name: str) -> Iterator[UsedBytes]:
-        """Return the item of the resharded copy that a view lies in, at the end of the view's first life.
-
-        The copy is freed at the view's last use in the forward.
-        """
-        link = self.viewed.get(name)
-        if link is None or self.planning.space.sites[link.tail].is_input:
-            return
-        start, end = self._start(name, ValuePolicy.AS_READ), self.deaths[name, 0]
-        if start <= end:
-            interval = Interval(start, end)
-            table = self.memory.on_link(OnLink(self.planning.space.links.index(link), Held.COPY, interval))
-            yield self._item(interval, table, (link.tail, name))
 
     @cached_property
     def viewed(self) -> dict[str, Link]:

@@ -119,11 +119,8 @@ class _OptionSearch(ForwardCalls):
     @cached_property
     def first_read(self) -> dict[str, int]:
         """For each site whose value the backward reads, the index of the first reader in the program."""
-        late = ((name, link) for name in self.forward for link in self.readers[name] if self.is_late(link))
-        reads: dict[str, list[int]] = defaultdict(list)
-        for name, link in late:
-            reads[name].append(self.order[link.head])
-        return {name: min(points) for name, points in reads.items()}
+        reads = {name: [self.order[head] for head in self.late_readers(name)] for name in self.forward}
+        return {name: min(points) for name, points in reads.items() if points}
 
     @cached_property
     def pure(self) -> frozenset[str]:
@@ -224,7 +221,7 @@ class _OptionSearch(ForwardCalls):
         The value is fetched before its first reader in the backward, or before a recomputation that reads it.
         `anchors` has the sites before which values are recomputed.
         """
-        direct = [link.head for link in self.readers[name] if self.is_late(link)]
+        direct = self.late_readers(name)
         clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
         late = direct or [clone[ValuePolicy.LATE] for clone in clones]
         early = direct + [clone[ValuePolicy.EARLY] for clone in clones]

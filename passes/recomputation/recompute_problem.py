@@ -29,11 +29,12 @@ from passes.memory.liveness import Liveness
 from passes.memory.memory_rows import row_at
 from passes.memory.memory_usage import MemoryUsage, with_standing
 from passes.planning.build_assignment import PlanningProblem
+from passes.recomputation.forward_calls import is_late
 from passes.recomputation.recompute_memory import RecomputeMemory
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.solver.search_control import SearchControl, SearchStopped
-from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program, specs_of
+from passes.strategies.enumerate_strategies import Link, SearchSpace, specs_of
 from passes.strategies.price import local_bytes_of
 
 
@@ -91,7 +92,7 @@ class RecomputeProblem:
         recomputed: dict[str, RecomputedNode] = {}
         offloaded: list[OffloadedNode] = []
         for name in reversed(made):
-            if any(link.head in recomputed or _is_late(self.space.sites[link.head], link) for link in readers[name]):
+            if any(link.head in recomputed or is_late(self.space, link) for link in readers[name]):
                 node, policy = self.space.sites[name].node, made[name]
                 assert node is not None, "calls have nodes"
                 place = (name, self.options.anchors[name][policy], node.meta.get("module", ""))
@@ -149,11 +150,6 @@ class Restored:
 
 NOTHING_RESTORED = Restored()
 """Nothing is restored: all values that the backward reads are kept."""
-
-
-def _is_late(head: Site, link: Link) -> bool:
-    """Whether a link's value is read after the forward by a call."""
-    return head.phase != "forward" and not leaves_program(head, link)
 
 
 def build_recompute_problem(
@@ -235,9 +231,8 @@ class _Building:
         """For each site, the indices of its results that the backward or a possible recomputation reads."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
-            head = self.planning.space.sites[link.head]
             is_recomputed = any(policy in RECOMPUTED for policy in self.memory.policies_of(link.head))
-            if _is_late(head, link) or is_recomputed:
+            if is_late(self.planning.space, link) or is_recomputed:
                 found[link.tail].add(link.result)
         return found
 

@@ -304,7 +304,7 @@ def _frugal(
     at most this peak.
     """
     free = restrict(problem.assignment, allowed)
-    found = choice_of_smallest_peak(free, problem.usage, problem.memory_row, control=search.control)
+    found = choice_of_smallest_peak(free, problem.usage, problem.memory_row)
     if not found:
         return []
     rough = joint(Solution(found, free.cost_of(found), 0.0))

@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from autoshard.ir.recompute import PHASE
+from passes.recomputation.forward_calls import is_late
 from passes.recomputation.recompute_options import RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
-from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
+from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[
     sources |= {copy: (name, policy) for (name, policy), copy in restored.items()}
     sites = dict(_sites(space, options, late, restored))
     moved = [
-        dataclasses.replace(link, tail=late[link.tail]) if link.tail in late and _is_late(space, link) else link
+        dataclasses.replace(link, tail=late[link.tail]) if link.tail in late and is_late(space, link) else link
         for link in space.links
     ]
     added = [
@@ -73,12 +74,6 @@ def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[
     ]
     whole = dataclasses.replace(space, sites=sites, links=(*moved, *added))
     return SplitSpace(whole, late, restored, sources)
-
-
-def _is_late(space: SearchSpace, link: Link) -> bool:
-    """Whether a link's value is read after the forward by a call."""
-    head = space.sites[link.head]
-    return head.phase != "forward" and not leaves_program(head, link)
 
 
 def _sites(

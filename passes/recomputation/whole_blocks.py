@@ -93,12 +93,12 @@ class _Blocks(ForwardCalls):
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):
-            is_read = bool(self._late(name)) or any(link.head in wanted for link in self.readers[name])
+            is_read = bool(self.late_readers(name)) or any(link.head in wanted for link in self.readers[name])
             if is_read and self._stays_within(name) and (self.space.sites[name].is_alias or not views_alone):
                 wanted.add(name)
         anchors: dict[int, str] = {}
         for name in wanted:
-            reads = [*self._late(name), *filter(None, [anchors.get(self.segment[name])])]
+            reads = [*self.late_readers(name), *filter(None, [anchors.get(self.segment[name])])]
             if reads:
                 anchors[self.segment[name]] = min(reads, key=self.order.__getitem__)
         return {name: anchors[self.segment[name]] for name in wanted}
@@ -107,7 +107,10 @@ class _Blocks(ForwardCalls):
         """Return the calls whose values go to the host, each with the site before which the value comes back."""
         found: dict[str, str] = {}
         for name in self.segment:
-            reads = [*self._late(name), *(remade[link.head] for link in self.readers[name] if link.head in remade)]
+            reads = [
+                *self.late_readers(name),
+                *(remade[link.head] for link in self.readers[name] if link.head in remade),
+            ]
             if reads and name not in remade and self.may_move(name):
                 found[name] = min(reads, key=self.order.__getitem__)
         return found
@@ -117,10 +120,6 @@ class _Blocks(ForwardCalls):
         node = self.space.sites[name].node
         assert node is not None, "calls have nodes"
         return node.meta.get("module", "")
-
-    def _late(self, name: str) -> list[str]:
-        """Return the sites that read a value after the forward."""
-        return [link.head for link in self.readers[name] if self.is_late(link)]
 
     def _stays_within(self, name: str) -> bool:
         """Whether a value may be recomputed, and the forward reads it only in its own segment."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.messages import Messages
-from passes.solver.search_control import SearchControl
 
 _ROUNDS = 24
 _PASSES = 3
@@ -32,8 +31,6 @@ def choice_of_smallest_peak(
     row_at: Callable[[int], MemoryRow],
     enough: float = 0.0,
     hopeless: float = np.inf,
-    *,
-    control: SearchControl | None = None,
 ) -> tuple[int, ...]:
     """Return the choice with the smallest peak that the search finds; () if it finds no allowed choice.
 
@@ -42,7 +39,6 @@ def choice_of_smallest_peak(
         enough: the search ends at a choice whose peak is at most this number of bytes.
         hopeless: the search ends, and returns (), once the peaks of all choices are proven to exceed this number of
             bytes.
-        control: may stop the search.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -62,8 +58,6 @@ def choice_of_smallest_peak(
         total = sum(weights.values())
         messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
         known = sum(rows[point].constant * weight / total for point, weight in weights.items())
-        if control is not None and control.is_stopped:
-            return best
         bound, choice = messages.iterate(_PASSES)
         if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
             return ()

@@ -21,7 +21,7 @@ from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import TRANSFERS, to_host
 from autoshard.rules.emit_local import fills
-from autoshard.rules.enumeration import Choice, Split, Strategy
+from autoshard.rules.enumeration import Choice, Strategy
 from autoshard.rules.fan_out import fan_out
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.compute import accumulation_time, memory_time, work_time
@@ -174,10 +174,6 @@ class Prices:
             self._choices[choices] = tuple(ordered)
         return self._choices[choices]
 
-    def runs_as_it_is(self, site: Site, strategy: Strategy) -> bool:
-        """Whether each rank calls the operator on its pieces alone, without communication and padding."""
-        return not _may_communicate(site, strategy) and not _fill_counts(site, strategy, self.mesh)
-
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
         """Return the seconds to fill the padding of a call's local operands before the call.
 
@@ -237,15 +233,6 @@ def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
     """Whether the rule's rewrite replaces the traced call on each rank. Views count as not rewritten."""
     is_split = site.rule is not None and site.rule.local is not None and bool(strategy.splits(mesh))
     return is_split and not (site.node is not None and is_view(site.node))
-
-
-def _may_communicate(site: Site, strategy: Strategy) -> bool:
-    """Whether the rule's rewrite of the call may communicate between ranks, along a factor that `strategy` splits."""
-    rule = site.rule
-    if rule is None or not rule.communicates:
-        return False
-    split = [choice for choice in strategy.choices if isinstance(choice, Split)]
-    return any(choice.others or rule.may_communicate(choice.factor) for choice in split)
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:

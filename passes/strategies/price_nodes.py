@@ -12,12 +12,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.graphs.fill_buckets import members_of
@@ -33,7 +32,7 @@ from cost_models.streams import overlap_of
 from passes.strategies.collective_nodes import collective_time, exchanged, exchanges
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import IS_RESHARD
-from passes.strategies.tensor_infos import operand_infos, tensor_info
+from passes.strategies.tensor_infos import bytes_in, tensor_infos
 
 _aten = torch.ops.aten
 
@@ -75,25 +74,24 @@ class NodePrices:
             return 0.0
         if members := members_of(node):
             copied = sum(member.size_bytes for member in members if member.computed is None)
-            return self._called_s(node, str(node.target)) * copied / _bytes(node.meta["val"])
+            return self._called_s(node, str(node.target)) * copied / bytes_in(node.meta["val"])
         target = SEMANTIC.get(node.target, node.target)
         if target in TRANSFERS:
-            device, size = self.cluster.device, _bytes(node.meta["val"])
+            device, size = self.cluster.device, bytes_in(node.meta["val"])
             return device.to_host_time(size) if target is to_host else device.from_host_time(size)
         return self._called_s(node, str(target))
 
     def _copied_s(self, node: fx.Node) -> float:
         if _is_copied_for_bucket(node):
-            return memory_time(2 * _bytes(node.meta["val"]), self.cluster.device, STRIDED_COPY)
+            return memory_time(2 * bytes_in(node.meta["val"]), self.cluster.device, STRIDED_COPY)
         if not (is_collective(node) or _is_slice(node) or node.target is _aten.where.ScalarOther):
             return 0.0
-        before = max(_bytes(operand.meta["val"]) for operand in operands_of(node))
-        return memory_time(before + _bytes(node.meta["val"]), self.cluster.device, STRIDED_COPY)
+        before = max(bytes_in(operand.meta["val"]) for operand in operands_of(node))
+        return memory_time(before + bytes_in(node.meta["val"]), self.cluster.device, STRIDED_COPY)
 
     def _called_s(self, node: fx.Node, name: str) -> float:
         arguments = tuple(fx.map_arg(node.args, lambda argument: None))
-        inputs = tuple(operand_infos(node))
-        outputs = tuple(map(tensor_info, _tensors(node.meta.get("val"))))
+        inputs, outputs = map(tuple, tensor_infos(node))
         key = (name, repr(arguments), inputs, outputs)
         if key not in self._calls:
             self._calls[key] = work_time(work(name, inputs, outputs, arguments), self.cluster.device, name)
@@ -117,15 +115,3 @@ def _is_copied_for_bucket(node: fx.Node) -> bool:
     return given.target is _aten.split_with_sizes_copy.default or any(
         user.target is _aten.cat.default for user in made.users
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _bytes(value: Any) -> int:
-    return sum(item.numel() * item.itemsize for item in _tensors(value))

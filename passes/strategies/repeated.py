@@ -81,12 +81,10 @@ class AlikeLinks:
     """Four links that correspond to each other, one into each of the four units.
 
     Args:
-        indices: index of each link in `SearchSpace.links`.
-        stand_in: the element of `indices` whose link stands for the links of the left-out units too.
+        stand_in: index in `SearchSpace.links` of the link that stands for the links of the left-out units too.
         left_out: number of units that the program leaves out.
     """
 
-    indices: tuple[int, int, int, int]
     stand_in: int
     left_out: int
 
@@ -98,8 +96,6 @@ class RepeatedUnits:
     Args:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
-        runs: one pair for each run that the left-out units repeat. The pair has the names of the run's sites, in order,
-            and the number of times that the left-out units run them again.
         spots: position of each site of a repeated unit, by the site's name.
         starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site of a run. The
             site lies in a run of a and in a run of b. The later of these two runs counts.
@@ -107,7 +103,6 @@ class RepeatedUnits:
 
     sites: tuple[AlikeSites, ...] = ()
     links: tuple[AlikeLinks, ...] = ()
-    runs: tuple[tuple[tuple[str, ...], int], ...] = ()
     spots: Mapping[str, Spot] = field(default_factory=dict, repr=False)
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
@@ -146,7 +141,6 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
     order = {name: point for point, name in enumerate(space.sites)}
     sites: list[AlikeSites] = []
     links: list[AlikeLinks] = []
-    runs: list[tuple[tuple[str, ...], int]] = []
     spots: dict[str, Spot] = {}
     starts: dict[tuple[int, int], str] = {}
     for number, repeat in enumerate(space.program.repeats):
@@ -154,10 +148,8 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
         sites += units.sites()
         links += units.links()
         spots |= units.spots
-        for places, later in units.runs(order):
-            starts |= {(number, place): later[0] for place in places}
-            runs.append((later, repeat.left_out))
-    return RepeatedUnits(tuple(sites), tuple(links), tuple(runs), spots, starts)
+        starts |= {(number, place): later for places, later in units.runs(order) for place in places}
+    return RepeatedUnits(tuple(sites), tuple(links), spots, starts)
 
 
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
@@ -287,12 +279,12 @@ class _Units:
                 indices, found = zip(*alike, strict=True)
                 tail = self.spots.get(found[BEFORE_GAP].tail)
                 stand_in = BEFORE_GAP if tail is not None and tail.unit == AFTER_GAP else AFTER_GAP
-                yield AlikeLinks(indices, indices[stand_in], self.repeat.left_out)
+                yield AlikeLinks(indices[stand_in], self.repeat.left_out)
 
-    def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], tuple[str, ...]]]:
+    def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
         """Yield a pair for each run of unit a or b that directly follows the same run of the other unit.
 
-        The pair has the places of the run's sites, and the names of these sites in the later of the two units.
+        The pair has the places of the run's sites, and the name of the first of these sites in the later unit.
 
         Args:
             order: index of each site in the program.
@@ -318,7 +310,7 @@ class _Units:
             places, others = ([self.spots[name].place for name in run] for run in (earlier, later))
             if places != others or order[later[0]] != order[earlier[-1]] + 1:
                 raise NotAlikeError(f"blocks of {self.repeat.path} do not run one after the other")
-            yield places, tuple(later)
+            yield places, later[0]
         if len(runs) % 2:
             raise NotAlikeError(f"blocks of {self.repeat.path} do not run one after the other")
 

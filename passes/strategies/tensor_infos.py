@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import Tensor, fx
 
 from cost_models.work import TensorInfo
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.operator_names import dtype_name
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a node's value, which is a tensor, a nested tuple or list, or anything else."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def bytes_in(value: Any) -> int:
+    """Return the bytes of all tensors of a node's value."""
+    return sum(item.numel() * item.itemsize for item in tensors_in(value))
 
 
 def tensor_info(value: Tensor) -> TensorInfo:
@@ -21,6 +38,4 @@ def operand_infos(node: fx.Node) -> list[TensorInfo]:
 
 def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
     """Return the descriptions of a call's tensor operands, and of its tensor results, each in order."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return operand_infos(node), [tensor_info(item) for item in values if isinstance(item, Tensor)]
+    return operand_infos(node), list(map(tensor_info, tensors_in(node.meta["val"])))

@@ -86,12 +86,10 @@ class LocalForm:
     """The calls that a definition emits.
 
     Args:
-        operands: number of operands.
         calls: the calls, in order.
         results: for each result its place, or the call that selects the result from a tuple.
     """
 
-    operands: int
     calls: Sequence[FormCall]
     results: Sequence[int | FormCall]
 
@@ -220,11 +218,11 @@ class CallForms:
         made = emit_local(node.target, args, kwargs, self.rule, strategy, self.mesh, shapes, tracer=recording)
         calls = tuple(recording.calls)
         if isinstance(node.meta["val"], torch.Tensor):
-            return LocalForm(len(strategy.inputs), calls, [place_of(made)])
+            return LocalForm(calls, [place_of(made)])
         places = [place_of(made[index]) for index, value in enumerate(values) if value is not None]
         known = len(strategy.inputs) + len(calls)
         results = [place if place < known else recording.calls[place - known + len(calls)] for place in places]
-        return LocalForm(len(strategy.inputs), calls, results)
+        return LocalForm(calls, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +311,7 @@ class LocalForms:
                 reached.append(place_of(node))
 
         emit_reshard(recording.operands[0], steps, tuple(value.shape), self.mesh, dtype=value.dtype, on_node=on_node)
-        return LocalForm(1, tuple(recording.calls[: reached[0]]), reached[:1])
+        return LocalForm(tuple(recording.calls[: reached[0]]), reached[:1])
 
 
 def without_single_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -45,7 +45,6 @@ from tests.benchmarks.gpu_case import CLASSES, HEADS, HIDDEN, INNER, SIZE, TOKEN
 from tests.benchmarks.gpu_liger import Liger
 
 _aten = torch.ops.aten
-_EXPERTS, _CHOSEN = 8, 2
 _EPS, _IGNORED = 1e-5, -100
 _BF16, _F32 = torch.bfloat16, torch.float32
 

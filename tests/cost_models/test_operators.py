@@ -112,18 +112,6 @@ def test_causal_attention_of_pieces_is_that_of_the_last_rank():
         assert found.flops == share * 4 * 2 * 4 * 16 * 32 * 8
 
 
-def test_packed_attention_counts_equally_long_sequences():
-    """Packed attention counts sequences of equal rounded-up lengths, and half for causal attention."""
-    q, k, starts = tensor(10, 4, 8), tensor(20, 2, 8), tensor(4)
-    full = 4 * 3 * 4 * 4 * 7 * 8
-    forward, backward = [q, k, k, starts, starts], [q, q, k, k, q, tensor(4, 10), starts, starts]
-    for causal, share in ((False, 1), (True, 0.5)):
-        found = work("autoshard.packed_attention.default", forward, [q], (*[None] * 5, causal, 0, 0.5))
-        assert found.flops == share * full
-        found = work("autoshard.packed_attention_backward.default", backward, [q, k, k], (*[None] * 8, causal, 0, 0.5))
-        assert found.flops == 2.5 * share * full
-
-
 @pytest.mark.parametrize("name", [*(f"aten.{view}" for view in VIEWS), "operator.getitem"])
 def test_views_move_nothing(name):
     """Views have no FLOPs, no bytes and no launch."""

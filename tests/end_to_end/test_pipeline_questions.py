@@ -19,7 +19,7 @@ from tests.end_to_end.test_pipeline_plans import wide
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, skips
 from tests.runtime.processes import run_checks
 
-SQUARE, STAGES, DATA = Mesh({"pipeline": 2, "data": 2}), Mesh({"pipeline": 2}), Mesh({"data": 4})
+SQUARE, STAGES = Mesh({"pipeline": 2, "data": 2}), Mesh({"pipeline": 2})
 NAMES = ("embed.weight", "layers.3.bias", "layers.0.weight", "input:0")
 
 

@@ -29,7 +29,7 @@ LATENCY_S, BANDWIDTH_BYTES_PER_S = 1e-5, 1e9
 
 def seconds(step: ReshardStep) -> float:
     """Return a price with latency; local steps and groups of one rank are free."""
-    if step.kind.is_local or step.axis_size == 1:
+    if step.kind in (ReshardKind.SLICE, ReshardKind.MAKE_PARTIAL) or step.axis_size == 1:
         return 0.0
     return LATENCY_S * step.axis_size + bytes_sent(step) / BANDWIDTH_BYTES_PER_S
 

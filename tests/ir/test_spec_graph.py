@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P, Reduction
-from autoshard.ir.spec_graph import ReshardKind, moves_from, spec_graph, state_of
+from autoshard.ir.spec_graph import moves_from, spec_graph, state_of
 from autoshard.testing.strategies import meshes, shapes, specs
 
 
@@ -51,11 +51,6 @@ def test_moves_of_a_partial_axis() -> None:
         "all_reduce(a, reduction=sum)",
         "reduce_scatter(a, to_dim=0, reduction=sum)",
     ]
-
-
-def test_local_kinds() -> None:
-    """Slices and partial values need no communication."""
-    assert {kind for kind in ReshardKind if kind.is_local} == {ReshardKind.SLICE, ReshardKind.MAKE_PARTIAL}
 
 
 def test_equal_moves_are_one_object() -> None:

@@ -137,12 +137,3 @@ def test_refused_ctc_loss() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), scores, create_graph=True)
     with pytest.raises(NotAvailableError, match=r"CTC loss has no second derivative.*ctc_loss_backward"):
         gradient.square().sum().backward()
-
-
-def test_refused_packed_attention() -> None:
-    """Attention within packed sequences has no second derivative."""
-    q, starts = _numbers(4, 2, 4), torch.tensor([0, 1, 4], dtype=torch.int32)
-    out, _ = kernels.packed_attention(q, q, q, starts, starts, True, 0, 0.5)
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(NotAvailableError, match="packed sequences has no second derivative"):
-        gradient.sum().backward()

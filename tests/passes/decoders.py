@@ -73,19 +73,6 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Regression(nn.Module):
-    """Blocks over numbers: no input is of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(4)])
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(x, targets)
-
-
 def dense(depth: int = 5, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> Decoder:
     """A dense decoder on meta."""
     with torch.device("meta"):
@@ -104,16 +91,10 @@ def tokens(batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return one, one
 
 
-def numbers(batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Example inputs without tokens."""
-    one = torch.zeros(batch, SEQUENCE, HIDDEN, dtype=torch.bfloat16, device="meta")
-    return one, one
-
-
-def folded(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]] = tokens) -> FoldedProgram:
+def folded(model: nn.Module) -> FoldedProgram:
     """The folded program of a model."""
     short = tracing.shorten(model)
-    double, triple = (tracing.trace(short.model, inputs(batch), {}) for batch in (2, 3))
+    double, triple = (tracing.trace(short.model, tokens(batch), {}) for batch in (2, 3))
     return fold_program(double, triple, short.lists)
 
 
@@ -127,11 +108,3 @@ def priced_dense(depth: int = 5) -> PricedModel:
 def priced_sparse() -> PricedModel:
     """The priced model of `sparse()`, shared."""
     return PricedModel(folded(sparse()))
-
-
-@cache
-def priced_plain() -> PricedModel:
-    """The priced model of `Regression`, shared."""
-    with torch.device("meta"):
-        model = Regression().bfloat16()
-    return PricedModel(folded(model, numbers))

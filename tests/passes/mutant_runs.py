@@ -8,6 +8,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,7 @@ def _run_step(
     carried: list[list[Tensor]] | None = None
     held: list[list[Tensor]] | None = None
     drawn = 0
-    for task in order.tasks(0):
+    for task in chain.from_iterable(order.ranks[0]):
         if task.work is Work.FORWARD:
             batch = dict(enumerate(batches[task.micro_batch])) | buffers
             batch |= {index: batches[drawn % len(batches)][index] for index in seeds}

@@ -79,21 +79,6 @@ def _is_true(placement: Placement, labels: frozenset[Placement]) -> bool:
     return placement in labels or (labels == {Partial("avg")} and placement == Partial("sum"))
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The result of a search for one call.
-
-    Args:
-        valid: the valid placements, without the computation of the whole call on every rank.
-        tried: number of tried combinations of input placements.
-        left_out: number of untried combinations beyond the limit.
-    """
-
-    valid: tuple[ValidPlacement, ...]
-    tried: int
-    left_out: int
-
-
 def find_valid_placements(
     op: Any,
     args: Sequence[Any],
@@ -102,8 +87,10 @@ def find_valid_placements(
     *,
     most: int = _MOST_COMBINATIONS,
     seed: int = 0,
-) -> Search:
+) -> tuple[ValidPlacement, ...]:
     """Return the placements on one mesh axis under which the unchanged call on each rank gives the call's results.
+
+    The computation of the whole call on every rank is left out.
 
     Operands may be split along any dim that `axis_size` divides, be whole, or be partial with a reduction of specs.
     Integers and booleans beside floats are indices and masks, which are split or whole. Results may be pending averages
@@ -113,7 +100,7 @@ def find_valid_placements(
         op: a `torch.ops` overload.
         args, kwargs: its arguments, with real tensors.
         axis_size: the number of ranks.
-        most: largest number of combinations to try; further combinations are counted.
+        most: largest number of combinations to try.
         seed: seed of all random numbers.
 
     Raises:
@@ -121,7 +108,7 @@ def find_valid_placements(
 
     Example:
         >>> x, y = torch.randn(4, 6), torch.randn(6)
-        >>> for found in find_valid_placements(torch.ops.aten.mv.default, (x, y), {}).valid:
+        >>> for found in find_valid_placements(torch.ops.aten.mv.default, (x, y), {}):
         ...     print(found.inputs[0], "->", *map(repr, found.outputs[0]))
         (Replicate(), Partial(sum)) -> Partial(sum)
         (Shard(dim=0), Replicate()) -> Shard(dim=0)
@@ -228,13 +215,12 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _search(call: SampledCall, draws: Sequence[_Draw], axis_size: int, most: int) -> Search:
+def _search(call: SampledCall, draws: Sequence[_Draw], axis_size: int, most: int) -> tuple[ValidPlacement, ...]:
     relevant = [_is_relevant(call, index, draws) for index in range(len(draws[0].operands))]
     choices = [
         _candidates(x, axis_size, with_partials=matters and not _is_beside_floats(x, draws[0].operands))
         for x, matters in zip(draws[0].operands, relevant, strict=True)
     ]
-    count = math.prod(map(len, choices))
     trials = [_Trial(call, draw, choices, axis_size) for draw in draws]
     groups: dict[Any, list[Placements]] = {}
     for indices in _combinations(choices, most):
@@ -245,8 +231,7 @@ def _search(call: SampledCall, draws: Sequence[_Draw], axis_size: int, most: int
         key = tuple(place if matters else None for place, matters in zip(inputs, relevant, strict=True))
         if not _is_trivial(key, labels):
             groups.setdefault((key, labels), []).append(inputs)
-    valid = tuple(ValidPlacement(tuple(inputs), labels) for (_, labels), inputs in groups.items())
-    return Search(valid, min(count, most), max(count - most, 0))
+    return tuple(ValidPlacement(tuple(inputs), labels) for (_, labels), inputs in groups.items())
 
 
 def _is_relevant(call: SampledCall, index: int, draws: Sequence[_Draw]) -> bool:

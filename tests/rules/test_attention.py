@@ -136,16 +136,6 @@ def test_heads_can_be_split() -> None:
     assert any(all(placement.is_shard(1) for placement in (*inputs, *outputs)) for inputs, outputs in found)
 
 
-@pytest.mark.parametrize(("keys", "queries"), [(4, 4), (1, 4), (2, 4)])
-def test_packed_sequences(keys: int, queries: int) -> None:
-    """Heads of packed sequences are split with their key heads, or further once each key head is alone."""
-    q, k, v = (torch.randn(9, heads, 3, dtype=torch.float64) for heads in (queries, keys, keys))
-    rest = (torch.tensor([0, 4, 9], dtype=torch.int32),) * 2 + (True, 2, 0.5)
-    out, lse = ops.packed_attention(q, k, v, *rest)
-    check_splits(ops.packed_attention.default, q, k, v, *rest, meshes=_MESHES)
-    check_splits(ops.packed_attention_backward.default, out, q, k, v, out, lse, *rest, meshes=_MESHES)
-
-
 def test_attention_of_pytorch_on_a_cpu() -> None:
     """Batch and heads of ATen's attention are split."""
     q, k, v = (torch.randn(2, 4, 4, 4, requires_grad=True) for _ in range(3))

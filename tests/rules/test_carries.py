@@ -19,7 +19,7 @@ from autoshard.rules.carries import (
 )
 from autoshard.rules.notation import Carry
 
-SUM, MAX, MIN, PRODUCT = Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.PRODUCT
+SUM, MAX, MIN = Reduction.SUM, Reduction.MAX, Reduction.MIN
 
 
 def test_order() -> None:

@@ -18,10 +18,9 @@ _ROW = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_se
 
 def _found(op: Any, *args: Any, **options: Any) -> set[str]:
     """Placements as text: `S0 Pmax > Pmax`, each result under its first label."""
-    search = find_valid_placements(op, args, {}, **options)
     return {
         f"{' '.join(map(_short, valid.inputs[0]))} > {' '.join(min(map(_short, labels)) for labels in valid.outputs)}"
-        for valid in search.valid
+        for valid in find_valid_placements(op, args, {}, **options)
     }
 
 

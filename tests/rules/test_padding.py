@@ -22,8 +22,6 @@ from tests.rules.run_strategy import check_strategy, results_of
 aten = torch.ops.aten
 ours = torch.ops.autoshard
 
-Sizes = dict[str, int]
-
 
 def _rule(op: Any, args: tuple[Any, ...]) -> BoundRule:
     rule = bound_rule(op, args, {}, results_of(op, args, {}))

@@ -82,7 +82,7 @@ def find_loops(group: Group) -> Loops:
     if any(len(set(items)) < len(items) for items in flat):
         raise NoLoopsError("a value would be read at two of its positions at once.")
     reduced = _reduced(axes, summed)
-    order = _order(group, flat, reduced)
+    order = _order(group, flat)
     rows = [axis for axis in order if axis not in reduced]
     _check_results(group, flat, set(rows))
     _check_costly(group, flat, set(rows))
@@ -215,7 +215,7 @@ def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -
     return next(iter(found), frozenset())
 
 
-def _order(group: Group, flat: Sequence[Sequence[int]], reduced: frozenset[int]) -> list[int]:
+def _order(group: Group, flat: Sequence[Sequence[int]]) -> list[int]:
     """Return the axes of the first value that has all axes of the group, in this value's order.
 
     Results of the group are tried first, then the results of all steps, then operands.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,7 +88,6 @@ class LayerKernel:
     """A kernel on the device: one call, or a fused chain of calls.
 
     Args:
-        name: the name of its last call.
         operator: its name in the cost models; `FUSED` for a chain.
         inputs, outputs: tensors that the kernel reads and writes.
         arguments: positional arguments of the call, with None for tensors, see `cost_models.operators.work`.
@@ -97,7 +96,6 @@ class LayerKernel:
         is_core: whether all its calls belong to attention's core, between its first and its last product.
     """
 
-    name: str = field(compare=False)
     operator: str
     inputs: tuple[Sized, ...]
     outputs: tuple[Sized, ...]
@@ -227,7 +225,7 @@ class _LayerCounter:
         operator = FUSED if is_fused else self._operator(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
         return LayerKernel(
-            last.name, operator, tuple(read), tuple(written), arguments,
+            operator, tuple(read), tuple(written), arguments,
             has_weight=self._reads_weight(last),
             makes_gradient=last.name in self.gradients and last.target not in LAYERS,
             is_core=all(node.name in self.core for node in chain),

@@ -115,7 +115,7 @@ def test_recipes_that_time_is_up_for_are_left_out() -> None:
     over = replace(options, control=SearchControl.within(0.0))
     late, whole = (fastest(planning, found, cluster, each).plan for each in (over, options))
     assert late.baselines.keys() < whole.baselines.keys()
-    assert late.objective == found.solution.cost
+    assert late.objective in [each.solution.cost for each in found.searched]
     assert late.predicted.step_time_s >= whole.predicted.step_time_s
 
 

@@ -13,7 +13,7 @@ from passes.memory.storages import ACTIVATIONS, GRADIENTS, PARAMETERS, PARTS, ST
 from tests.passes.blocks import blocks_program, peak_of, perceptron_program, problem_of
 from tests.passes.drawn_choices import drawn_choice
 
-LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
+LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
 
 
 @pytest.mark.parametrize("seed", range(3))

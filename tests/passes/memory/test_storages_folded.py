@@ -31,7 +31,6 @@ _TOLERANCE = 0.01
 
 MESHES = (Mesh({"data": 4}), Mesh({"data": 2, "model": 2}))
 SHARDED = {"input:*": P("data"), "*.weight": P("data")}
-EXPERTS = Experts(count=4, active=2, ffn=64, shared_ffn=0, dense_layers=0)
 SMALL = replace(LLAMA_8B, hidden=64, heads=4, ffn=128, vocab=128, sequence=32, layers=8, kv_heads=2, head_size=16)
 
 

@@ -134,6 +134,14 @@ def test_gpus_hide_what_they_can() -> None:
     assert slow < fast <= 0.8
 
 
+def test_a_larger_bucket_costs_less_whichever_is_priced_first() -> None:
+    """Larger buckets share their latency among more members."""
+    for sizes in ((2**10, MIB), (MIB, 2**10)):
+        planning, choice = _gathered(_h100s(25e9))
+        costs = {size: in_buckets(planning, size).cost_of(choice) for size in sizes}
+        assert costs[MIB] < costs[2**10]
+
+
 def test_what_is_hidden_costs_that_much_less() -> None:
     """A choice with all parameters and gradients hidden costs its time without their messages."""
     planning, choice = _gathered(_h100s(25e9))

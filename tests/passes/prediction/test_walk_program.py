@@ -200,7 +200,6 @@ def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
     once = sum(op.seconds for segment in each for op in segment.ops)
     costs = [problem.assignment.cost_of(choice) for problem in (one, two, three)]
     more = [after - before - once for before, after in pairwise(costs)]
-    assert one.adding_s(choice) == pytest.approx(walked.adding_s)
     assert more == pytest.approx([walked.adding_s] * 2)
 
 

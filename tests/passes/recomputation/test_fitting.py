@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -114,6 +114,19 @@ def test_an_error_about_training_names_what_is_enough(recompute: bool) -> None:
 def test_without_time_an_error_names_what_is_enough(recompute: bool) -> None:
     """Without time the error's memory is enough to find the same plan."""
     check_the_error(trained(), recompute=recompute, seconds=0.0)
+
+
+def test_a_stopped_search_finds_a_plan_within_the_memory_that_an_error_names() -> None:
+    """A user who stops the search gets the plan of the smallest memory, even if tables count half of the memory."""
+
+    def twice(planning: PlanningProblem, choice: Sequence[int]) -> float:
+        return 2 * peak_of(planning, choice)
+
+    with pytest.raises(DoesNotFitError) as caught:
+        solve_jointly(trained(), Search(1.0), {}, (), twice, recompute=False)
+    smallest = caught.value.smallest_bytes
+    stopped = Search(smallest, control=SearchControl(is_stopped=True))
+    assert solve_jointly(trained(), stopped, {}, (), twice, recompute=False).peak_bytes(twice) <= smallest
 
 
 @dataclass

@@ -57,7 +57,7 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
     price = KernelPricer.price
 
     def counted(kernel_pricer: KernelPricer, kernel: LayerKernel, *others: Any, **named: Any) -> Busy:
-        priced.append(kernel.name)
+        priced.append(kernel.operator)
         return price(kernel_pricer, kernel, *others, **named)
 
     monkeypatch.setattr(KernelPricer, "price", counted)
