@@ -102,8 +102,8 @@ def _solve_jointly(
 ROOM = 0.05
 """Share of the memory limit that `solve_with_room` leaves to collectives that run beside computation.
 
-A choice that fills the memory leaves none for a gather ahead of its use. Measured on Llama-3 8B on 64 H100s at 35 % of
-their memory (2026-11-30): shares of 0, 0.02, 0.05, 0.1 and 0.15 gave steps of 1.254, 1.201, 1.138, 1.142 and 1.149 s.
+A choice that fills the memory leaves none for a gather ahead of its use. Llama-3 8B was planned for 64 H100s at 35 % of
+their memory (2026-11-30). Shares of 0, 0.02, 0.05, 0.1 and 0.15 gave steps of 1.254, 1.201, 1.138, 1.142 and 1.149 s.
 """
 
 
