@@ -38,4 +38,4 @@ def operand_infos(node: fx.Node) -> list[TensorInfo]:
 
 def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
     """Return the descriptions of a call's tensor operands, and of its tensor results, each in order."""
-    return operand_infos(node), list(map(tensor_info, tensors_in(node.meta["val"])))
+    return operand_infos(node), list(map(tensor_info, tensors_in(node.meta.get("val"))))
