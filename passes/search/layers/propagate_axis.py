@@ -274,6 +274,11 @@ class _Propagation:
         """Return the operand's spec with which a view has a result of spec `spec`, or None."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
+    def _is_new(self, key: _Key) -> bool:
+        """Whether a value is a new tensor with equal elements."""
+        node = self.space.sites[key[0]].node
+        return node is not None and node.target in _NEW
+
     def _can_settle(self, key: _Key, spec: PartitionSpec) -> bool:
         """Whether a free value may get a spec: each parameter that it is a view of must get a fitting spec too."""
         parent = self.viewed.get(key)
@@ -406,7 +411,7 @@ class _Propagation:
             _SplitInVainError: the operand would be gathered in the forward because of a parameter's split.
         """
         have = self._have(key)
-        if have is None:
+        if have is None or self._is_new(key):
             self._settle(key, need)
         if have is None or self._needs_no_move(key, have, need, site):
             return
@@ -429,10 +434,11 @@ class _Propagation:
         """Whether a call needs no collective for an operand.
 
         It needs none if the spec is right, if it reads the shape alone, or if a whole copy was gathered in this phase.
-        On the expert axis, an exchange at any time before counts too.
+        It needs none for a new tensor, of which each rank makes its part. On the expert axis, an exchange at any time
+        before counts too.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
-        if have == need or not is_read:
+        if have == need or not is_read or (self._is_new(key) and not need.is_partial):
             return True
         if self.policy.exchanges:
             return (self.base[key], "") in self.gathered
@@ -468,10 +474,15 @@ def _kind(have: PartitionSpec, need: PartitionSpec) -> MoveKind | None:
 
 
 _FACTORIES = frozenset({
-    torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default, torch.ops.aten.new_full.default,
     torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.empty_like.default,
 })  # fmt: skip
 """Calls that read only the shape of their operand."""
+
+_NEW = frozenset({
+    torch.ops.aten.zeros.default, torch.ops.aten.ones.default, torch.ops.aten.full.default,
+    torch.ops.aten.empty.memory_format,
+})  # fmt: skip
+"""Calls that make a tensor with equal elements."""
 
 
 def _is_lookup(site: Site) -> bool:
