@@ -45,7 +45,7 @@ class Op(NamedTuple):
         stream: COMPUTE, or the class of links of a communication.
         needs: indices of earlier operations of the segment. A communication lists the makers of its operands; a
             computation lists the communications that it waits for. (Computations are ordered anyway.)
-        early: whether it is a communication that needs no result of the step, such as a gather of parameters.
+        early: whether the operation is a communication that needs no result of the step, e.g. a gather of parameters.
         launches: number of kernels that the host launches; 0 for views.
     """
 
@@ -245,7 +245,7 @@ def _place(op: Op, ops: Sequence[Op]) -> int:
 
 
 def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
-    """Merge neighbouring computations into one. A communication, or a wait for one, ends a merged computation."""
+    """Merge neighbouring computations into one, up to the next communication or the next wait for a communication."""
     merged: list[tuple[int, _Chain]] = []
     for index, chain in ordered:
         waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
@@ -355,7 +355,8 @@ class _StreamState:
     def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]]) -> tuple[float, float, str]:
         """Issue a communication of the current segment; return (start, end, stream).
 
-        With overlap it starts once its operands are done; without, computation waits for it.
+        With overlap, the communication starts once its operands are done. Without overlap, computation waits for it.
+        `ends` has (start, end, stream) of the segment's operations so far, by their index in the segment.
         """
         if self.overlap is None:
             start, end = self._communicate(op, self.clock)

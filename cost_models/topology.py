@@ -32,8 +32,8 @@ class Link:
         in_network_efficiency: the same fraction for all-reduce inside the switch (NVLS); 0 if the switch cannot reduce.
         latency_s: seconds for each hop of an algorithm, with the protocol for long messages (NCCL's Simple).
         start_s: seconds for each phase of a collective, for any group.
-        ramp_bytes: a larger number means that bandwidth saturates more slowly with size (`collectives`); 0 means at
-            once.
+        ramp_bytes: the bytes r of the ramp in `collectives`. The larger the number, the more slowly bandwidth saturates
+            with size; with 0 it is full at any size.
         reduce_scatter_phases: ring phases that a reduce-scatter takes. NCCL takes 1. A library that slices an
             all-reduce takes about 2 (Gloo).
         protocols: protocols for short messages, if the library has any (NCCL's LL and LL128).
@@ -111,7 +111,7 @@ class MeasuredCollective:
     bandwidth_bytes_per_s: float
 
     def seconds(self, full_bytes: float, members: int) -> float:
-        """Return the seconds of the collective in a group of so many members."""
+        """Return the seconds of the collective on `full_bytes` bytes in a group of `members` members."""
         carried = (members - 1) / members * full_bytes
         return self.start_s + (members - 1) * self.latency_s + carried / self.bandwidth_bytes_per_s
 
@@ -203,7 +203,7 @@ class GroupLinks:
         per_node, nodes: number of members in each node, and number of nodes.
         intra: the fabric in a node; None unless per_node > 1.
         inter: the network; None unless nodes > 1.
-        pods: number of pods of nodes.
+        pods: number of pods that the group spans.
         spine: a device's share of the spine if all traffic leaves the pod. None unless the group spans several pods
             with an oversubscribed uplink.
         cards: number of members in each node whose network cards a ring or tree uses; 0 for all.
