@@ -303,7 +303,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the exponent of the results; None if the call is not linear in the operands whose exponent is not 0."""
+        """Return the results' exponent; None if the call is not linear in the operands whose exponent is not 0."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
