@@ -134,7 +134,7 @@ def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]
 def _calibration(
     name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
 ) -> Calibration:
-    """Fit a cluster to the measurements."""
+    """Return a calibration whose cluster is fitted to the measurements `measured`, which are in seconds."""
     cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())

@@ -149,7 +149,7 @@ class StreamTimes:
 def simulate_streams(
     segments: Sequence[Segment], overlap: Overlap | None = None, *, dispatch_s: float = 0.0, record: bool = False
 ) -> StreamTimes:
-    """Simulate a step.
+    """Simulate a step, and return its times.
 
     Args:
         segments: the segments in order. A segment that repeats should be the same object each time.
@@ -218,9 +218,10 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Order and compress a segment.
+    """Return a segment with its operations in order of issue.
 
-    Operations keep their indices in the segment; a merged operation has the index of its last part.
+    If `merge` is true, neighbouring computations are merged (`_merge`). Operations keep their indices in the segment,
+    and a merged operation has the index of its last part.
     """
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
@@ -239,7 +240,7 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 def _place(op: Op, ops: Sequence[Op]) -> int:
     """Return the index of the last computation that a communication needs, directly or through other communications.
 
-    The result is -1 if it needs none.
+    The result is -1 if the communication needs no computation.
     """
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
@@ -413,7 +414,7 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run computation, and return its end.
+        """Run a chain of computations, and return the time at which it ends.
 
         Computation is slower beside communication, and does not start before the host has issued it.
         """

@@ -222,7 +222,7 @@ class GroupLinks:
     def __post_init__(self) -> None:
         """Compute the hash once, because prices are looked up by group very often.
 
-        It depends on numbers alone, so it is equal in every process.
+        The hash depends on numbers alone, so it is equal in every process.
         """
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
@@ -320,7 +320,7 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
 def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
     """Return (members in each unit, number of units) of all groups, if ranks are cut into units of `unit` ranks.
 
-    The result is (0, 0) if groups or units differ.
+    The result is (0, 0) if these numbers differ between groups or units.
     """
     profiles = {_profile(group, unit) for group in groups}
     return profiles.pop() if len(profiles) == 1 else (0, 0)

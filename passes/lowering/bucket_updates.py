@@ -43,7 +43,7 @@ class _UpdateBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketUpdates:
-    """Joins updates of parameters that agree in all arguments but the tensors.
+    """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
 
     Args:
         with_triton: use a Triton kernel for Adam's updates that it supports.

@@ -46,7 +46,7 @@ _NEAREST = 8
 """For each operand and result of a group, the groups of at most this many nearest readers are tried as partners."""
 
 _WIDTH = 110
-"""Characters in a line of a generated kernel's docstring."""
+"""The most characters in a line of a generated kernel's docstring."""
 
 
 @dataclass(frozen=True, slots=True)

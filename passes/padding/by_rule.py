@@ -197,7 +197,10 @@ class _Ruled:
         raise AssertionError(place)
 
     def _dims(self, result: int, index: int) -> list[Dim]:
-        """Return the dims of a result. `result` counts results that are tensors; `index` counts None results too."""
+        """Return the dims of a result.
+
+        `result` is its number among the results that are tensors, and `index` is its number among all results.
+        """
         shapes = zip(self.call.shapes(0)[index], self.call.shapes(1)[index], strict=True)
         return [self._dim(factors, sizes) for factors, sizes in zip(self.bound.outputs[result], shapes, strict=True)]
 

@@ -70,7 +70,7 @@ class PaddedContent:
         return self.low == self.high == number
 
     def lies_in(self, low: float, high: float) -> bool:
-        """Whether all elements lie in an interval."""
+        """Whether all elements lie between `low` and `high`, both included."""
         return low <= self.low and self.high <= high
 
 

@@ -287,7 +287,7 @@ class _Model:
         return program
 
     def choice(self) -> tuple[int, ...]:
-        """Return the chosen option of each variable."""
+        """Return the index of the chosen option of each variable."""
         solution = np.array(self._highs.getSolution().col_value)
         sizes = [len(cost) for cost in self._problem.costs]
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
