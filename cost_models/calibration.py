@@ -38,7 +38,7 @@ MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 
 BETWEEN = (512, 768, 192)
 """Sizes m, n, k of the matrix products that run before each collective."""
 PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
-"""Numbers of products before the collectives of a turn; they vary, so that ranks and scheduler run out of step."""
+"""Products before each collective of a turn (`_turn_time`). They vary, so that ranks and scheduler run out of step."""
 COLLECTIVE_BYTES = (4096, MIB // 4, 2 * MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
 LAUNCHES = 100
@@ -134,7 +134,7 @@ def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]
 def _calibration(
     name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
 ) -> Calibration:
-    """Fit a cluster to the measurements."""
+    """Return a calibration whose cluster is fitted to the measurements `measured`, which are in seconds."""
     cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
@@ -203,7 +203,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, otherwise the third.
+    """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, the third for other dtypes.
 
     A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
     """

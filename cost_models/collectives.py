@@ -219,7 +219,7 @@ def _starts(group: GroupLinks) -> float:
 
 
 def _direct(carried_bytes: float, link: Link | None) -> float:
-    """Seconds of bytes over a link without the ramp: bytes / bandwidth; 0 for an absent link."""
+    """Seconds to send bytes over a link, without the ramp of its bandwidth: bytes / bandwidth; 0 for an absent link."""
     return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
 
 
@@ -235,7 +235,7 @@ def ceil_log2(count: int) -> int:
 
 
 def _transfer(carried_bytes: float, link: Link | None) -> float:
-    """Seconds of bytes over a link with the ramp of its bandwidth; 0 for an absent link."""
+    """Seconds to send bytes over a link, with the ramp of its bandwidth; 0 for an absent link."""
     if link is None:
         return 0.0
     return carried_bytes / link.reached_bytes_per_s + _ramp(carried_bytes, link)

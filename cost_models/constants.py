@@ -46,7 +46,10 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class HardwareFile:
-    """A parsed file: plain texts (`name`, ...) and constants by dotted path (`peak_flops.bf16`)."""
+    """A parsed file: plain texts (`name`, ...) and constants by dotted path (`peak_flops.bf16`).
+
+    `origin` names the file in errors.
+    """
 
     texts: Mapping[str, str]
     constants: Mapping[str, Constant]

@@ -192,7 +192,7 @@ def device(name: str) -> Device:
 
 
 def read_device(file: HardwareFile, name: str) -> Device:
-    """Read a device from its file, and constants that it lacks from its architecture's file."""
+    """Read a device from its file, and constants that the file lacks from its architecture's file."""
     if "architecture" in file.texts:
         file = file.overlay(load("architectures", file.text("architecture")))
     return Device(

@@ -31,7 +31,7 @@ class Exchanged(NamedTuple):
     overlapped_share: float = 0.0
 
     def sent_bytes(self, ranks: int) -> float:
-        """Return the bytes that leave the rank, in a group of so many ranks."""
+        """Return the bytes that leave the rank, in a group of `ranks` members."""
         return self.size_bytes if self.is_shift else (1 - 1 / ranks) * self.size_bytes
 
     def waited_s(self, group: GroupLinks, computed_s: float, overlap: Overlap | None) -> float:

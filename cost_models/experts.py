@@ -200,7 +200,8 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
     """Return the all-to-alls of the backward with saved rows.
 
-    Gradients of results and router weights go to the experts. Gradients of rows (overlapped) and of weights go back.
+    Gradients of results and router weights go to the experts. Gradients of rows and of weights go back. The gradients
+    of rows overlap with half of the call's computation.
     """
     operands = _operands_of_kept(inputs)
     arriving = _arriving(operands, _count(arguments[9]))
@@ -226,8 +227,8 @@ def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> floa
 def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: int = 0) -> float:
     """Return the bytes of a forward's workspace, for `rows` rows on a rank: the larger of two peaks.
 
-    * Around the second product, a row needs `also` values, and I values for the gate (five I if its activation is
-      clamped) or the second product's operand and result, I + H values.
+    * Around the second product, a row needs `also` values and the larger of two numbers of values. The gate needs I
+      values (five I if its activation is clamped). The second product's operand and result are I + H values.
     * At the end, a row needs its result and its weighed result, and weighed results are copied into the tokens' order.
 
     The order of the rows is in memory at both peaks.

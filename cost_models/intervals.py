@@ -31,7 +31,7 @@ RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
 """Kinds of predicted step times.
 
 * `RECIPES`: recipes with products in 16 bits or more. A fitted model of the step weighs the parts of the prediction.
-* `EIGHT_BITS`: the same for recipes with products in 8 bits.
+* `EIGHT_BITS`: recipes with products in 8 bits, predicted like `RECIPES`.
 * `KERNELS`: searched plans on GPUs. Kernels and collectives are priced as if they ran alone.
 * `MEASURED`: searched plans on a machine that was calibrated.
 """

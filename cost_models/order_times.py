@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
         name: name of the value.
         maker: stage whose forward or backward makes the value.
         reader: stage whose forward or backward reads it.
-        is_forward: whether forwards make and read it, otherwise backwards.
+        is_forward: whether forwards make and read the value; otherwise, backwards do.
     """
 
     name: str

@@ -27,7 +27,7 @@ _WIDE = 4
 
 
 def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Arguments, backward: bool) -> Work:
-    """Return the work of the busiest rank.
+    """Return the work of ring attention, forward or backward, on the busiest rank.
 
     In a causal ring without pairs this is the last rank, which computes on all keys but half of its own. In a paired
     causal ring, each rank computes on half of all keys.
@@ -90,7 +90,7 @@ def _between(arguments: Arguments, before: Tensors, round_trip: list[Exchanged],
 def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
     """Return the bytes of a forward's workspace.
 
-    These are pieces of other ranks, a hop's own result, and sums of results in the accumulation type.
+    The workspace has pieces of other ranks, a hop's own result, and sums of results in the accumulation type.
     """
     q, k, v = inputs[:3]
     out, relaid = _out(q, v), size_bytes((q,)) if arguments[_PAIRED] else 0
@@ -100,7 +100,8 @@ def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
 def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
     """Return the bytes of a backward's workspace.
 
-    These are pieces of other ranks, sums of gradients that leave, arrive and are computed, and a hop's own gradients.
+    The workspace has pieces of other ranks, a hop's own gradients, and sums of gradients that leave, arrive and are
+    computed.
     Gradients that become a result are not part of the workspace.
     """
     grad, q, k, v = inputs[:4]

@@ -409,7 +409,7 @@ class Schedule:
         return range(self.least_stages, min(most, self.most_stages or most) + 1)
 
     def refusal_of_stages(self, virtual_stages: int) -> str | None:
-        """Return why the schedule does not allow this number of stages on each rank; None if it does.
+        """Return a text with the number of stages on each rank that the schedule needs; None if it allows the number.
 
         Example:
             >>> SCHEDULES["1F1B"].refusal_of_stages(2)
@@ -455,7 +455,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Return why a schedule does not allow these numbers; None if it does."""
+    """Return an error message that says why a schedule does not allow these numbers; None if it allows them."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -45,7 +45,7 @@ class Op(NamedTuple):
         stream: COMPUTE, or the class of links of a communication.
         needs: indices of earlier operations of the segment. A communication lists the makers of its operands; a
             computation lists the communications that it waits for. (Computations are ordered anyway.)
-        early: whether it is a communication that needs no result of the step, such as a gather of parameters.
+        early: whether the operation is a communication that needs no result of the step, e.g. a gather of parameters.
         launches: number of kernels that the host launches; 0 for views.
     """
 
@@ -149,7 +149,7 @@ class StreamTimes:
 def simulate_streams(
     segments: Sequence[Segment], overlap: Overlap | None = None, *, dispatch_s: float = 0.0, record: bool = False
 ) -> StreamTimes:
-    """Simulate a step.
+    """Simulate a step, and return its times.
 
     Args:
         segments: the segments in order. A segment that repeats should be the same object each time.
@@ -218,9 +218,10 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Order and compress a segment.
+    """Return a segment with its operations in order of issue.
 
-    Operations keep their indices in the segment; a merged operation has the index of its last part.
+    If `merge` is true, neighbouring computations are merged (`_merge`). Operations keep their indices in the segment,
+    and a merged operation has the index of its last part.
     """
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
@@ -239,13 +240,13 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 def _place(op: Op, ops: Sequence[Op]) -> int:
     """Return the index of the last computation that a communication needs, directly or through other communications.
 
-    The result is -1 if it needs none.
+    The result is -1 if the communication needs no computation.
     """
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
 def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
-    """Merge neighbouring computations into one. A communication, or a wait for one, ends a merged computation."""
+    """Merge neighbouring computations into one, up to the next communication or the next wait for a communication."""
     merged: list[tuple[int, _Chain]] = []
     for index, chain in ordered:
         waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
@@ -355,7 +356,8 @@ class _StreamState:
     def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]]) -> tuple[float, float, str]:
         """Issue a communication of the current segment; return (start, end, stream).
 
-        With overlap it starts once its operands are done; without, computation waits for it.
+        With overlap, the communication starts once its operands are done. Without overlap, computation waits for it.
+        `ends` has (start, end, stream) of the segment's operations so far, by their index in the segment.
         """
         if self.overlap is None:
             start, end = self._communicate(op, self.clock)
@@ -412,7 +414,7 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run computation, and return its end.
+        """Run a chain of computations, and return the time at which it ends.
 
         Computation is slower beside communication, and does not start before the host has issued it.
         """

@@ -30,5 +30,5 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """End of the last task."""
+        """Time at which the last task ends, in seconds."""
         return max((span.end_s for span in self.spans), default=0.0)

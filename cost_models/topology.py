@@ -32,8 +32,8 @@ class Link:
         in_network_efficiency: the same fraction for all-reduce inside the switch (NVLS); 0 if the switch cannot reduce.
         latency_s: seconds for each hop of an algorithm, with the protocol for long messages (NCCL's Simple).
         start_s: seconds for each phase of a collective, for any group.
-        ramp_bytes: a larger number means that bandwidth saturates more slowly with size (`collectives`); 0 means at
-            once.
+        ramp_bytes: the bytes r of the ramp in `collectives`. The larger the number, the more slowly bandwidth saturates
+            with size; with 0 it is full at any size.
         reduce_scatter_phases: ring phases that a reduce-scatter takes. NCCL takes 1. A library that slices an
             all-reduce takes about 2 (Gloo).
         protocols: protocols for short messages, if the library has any (NCCL's LL and LL128).
@@ -111,7 +111,7 @@ class MeasuredCollective:
     bandwidth_bytes_per_s: float
 
     def seconds(self, full_bytes: float, members: int) -> float:
-        """Return the seconds of the collective in a group of so many members."""
+        """Return the seconds of the collective on `full_bytes` bytes in a group of `members` members."""
         carried = (members - 1) / members * full_bytes
         return self.start_s + (members - 1) * self.latency_s + carried / self.bandwidth_bytes_per_s
 
@@ -203,7 +203,7 @@ class GroupLinks:
         per_node, nodes: number of members in each node, and number of nodes.
         intra: the fabric in a node; None unless per_node > 1.
         inter: the network; None unless nodes > 1.
-        pods: number of pods of nodes.
+        pods: number of pods that the group spans.
         spine: a device's share of the spine if all traffic leaves the pod. None unless the group spans several pods
             with an oversubscribed uplink.
         cards: number of members in each node whose network cards a ring or tree uses; 0 for all.
@@ -222,7 +222,7 @@ class GroupLinks:
     def __post_init__(self) -> None:
         """Compute the hash once, because prices are looked up by group very often.
 
-        It depends on numbers alone, so it is equal in every process.
+        The hash depends on numbers alone, so it is equal in every process.
         """
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
@@ -320,7 +320,7 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
 def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
     """Return (members in each unit, number of units) of all groups, if ranks are cut into units of `unit` ranks.
 
-    The result is (0, 0) if groups or units differ.
+    The result is (0, 0) if these numbers differ between groups or units.
     """
     profiles = {_profile(group, unit) for group in groups}
     return profiles.pop() if len(profiles) == 1 else (0, 0)

@@ -141,7 +141,10 @@ def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool
 
 
 def _next_starts_in_time(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
-    """Whether the next collective of `members` after the unit's collectives starts before the unit's first wait."""
+    """Whether the collective of `members` behind the last collective of `unit` starts before the unit's first wait.
+
+    The answer is False if no collective follows.
+    """
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
 
@@ -204,7 +207,7 @@ class _Bucket:
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """Return the bucket of some collectives.
+        """Return a bucket with the given members.
 
         In the whole program, the bucket also has the left-out collectives for which the members stand (`count`).
         """

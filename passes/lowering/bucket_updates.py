@@ -43,7 +43,7 @@ class _UpdateBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketUpdates:
-    """Joins updates of parameters that agree in all arguments but the tensors.
+    """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
 
     Args:
         with_triton: use a Triton kernel for Adam's updates that it supports.
@@ -93,9 +93,10 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator that performs many updates like `node`, and the dtypes of the tensors of `node`.
+    """Return the operator that performs many updates like `node` in one call, and a tuple of dtypes.
 
-    All updates of one call of the Triton kernel have equal dtypes. For other operators, the tuple is empty.
+    For the Triton kernel, the tuple has the dtypes of the tensors of `node`, which must be equal in all joined updates.
+    For other operators, the tuple is empty.
     """
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
@@ -109,7 +110,10 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """Return the fake value of an operand. A copy may have no fake value; then return the copied value's, or None."""
+    """Return the fake value of an operand; None if it is unknown.
+
+    A copy without a fake value counts as the node that it copies.
+    """
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     return operand.meta.get("val")

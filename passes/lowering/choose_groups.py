@@ -43,10 +43,10 @@ from cost_models.device import Device
 from passes.lowering.count_launches import Traffic, split_sums, traffic_of
 
 _NEAREST = 8
-"""Number of readers of a value, the nearest first, that are tried as partners of a group."""
+"""For each operand and result of a group, the groups of at most this many nearest readers are tried as partners."""
 
 _WIDTH = 110
-"""Characters in a line of a generated kernel's docstring."""
+"""The most characters in a line of a generated kernel's docstring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class ChosenGroup:
         operands: the values that the kernel reads.
         results: members that calls outside of the group read, in order.
         group: the computation of the kernel, without names.
-        names: a name for every value of `group`, from the program's nodes.
+        names: for each operand and then each step of `group`, the name of its node in the program.
         saved_bytes: bytes of memory traffic that the kernel saves.
         saved_launches: number of launches that the kernel saves.
-        later: launches and bytes that follow the kernel, to add up the parts of split sums.
+        later: launches and memory traffic of the further kernels that add up the chunks of split sums.
     """
 
     members: tuple[fx.Node, ...]
@@ -79,7 +79,10 @@ class ChosenGroup:
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with `later` set, and with its savings compared with one launch for each of its calls."""
+        """Return the group with `later`, `saved_bytes` and `saved_launches` set.
+
+        The savings are the traffic of the members as single calls, minus the traffic of the group.
+        """
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(

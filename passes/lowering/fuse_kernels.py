@@ -177,7 +177,10 @@ class _FusedGraph:
         return node in self.nodes[self.numbering.numbers[node]]
 
     def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
-        """Replace one group by the kernel if this is legal and pays; return whether it was replaced."""
+        """Replace the group of `match` by the kernel if this is legal and pays; return whether it was replaced.
+
+        `anchor` is the node that computes the kernel's first result now.
+        """
         group = self._group(match, anchor)
         arguments = None if group is None else self._arguments(kernel, form, group, anchor)
         if group is None or arguments is None:
@@ -237,7 +240,10 @@ class _FusedGraph:
         return tuple(arguments.values()) if all(values[name] == value for name, value in derived.items()) else None
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
-        """Whether all other readers of values that the kernel recomputes are operators of `kernel.allowed_readers`."""
+        """Whether the kernel may compute values inside the group a second time, because other calls read them too.
+
+        It may if the operators of these calls are in `kernel.allowed_readers`, or if that field is None.
+        """
         if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}

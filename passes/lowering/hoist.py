@@ -272,9 +272,9 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return a dict from shared calls of a phase to nodes of `given`.
+        """Return a dict from the shared calls of a phase to the nodes of `given` with the same value numbers.
 
-        `given` has nodes by value number. A call leads to the node for its value number; other calls are left out.
+        `given` has nodes by value number. Calls with other value numbers are left out.
         """
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}

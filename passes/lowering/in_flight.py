@@ -57,7 +57,8 @@ WITHOUT_OVERLAP: Sequence[InFlight] = (
 )
 """Limits for clusters on which communication does not overlap with computation.
 
-The limits with the fewest buckets come first. They do not reorder calls that compute, whose operands are in the cache.
+The limits with the fewest buckets come first. They run without `StartSoon`, so calls that compute keep their order. The
+operands of these calls are then in the cache.
 """
 
 SHARE_WITH_OVERLAP = 0.05

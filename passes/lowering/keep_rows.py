@@ -214,7 +214,10 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _kept_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], kept: list[fx.Node]) -> fx.Node:
-    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it."""
+    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it.
+
+    `node` is the replaced call. `copies` has the node of `graph` for each operand of `node`.
+    """
     grad, _, *operands = node.args[:7]
     args = (*fx.map_arg((grad, *operands), copies.__getitem__), *kept, *node.args[7:])  # type: ignore[misc]
     made = graph.create_node("call_function", kernels.exchanged_experts_kept_backward, args, name=node.name)

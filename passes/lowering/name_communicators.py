@@ -33,10 +33,10 @@ _REDUCTIONS = (_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True, slots=True)
 class NameCommunicators:
-    """Adds its purpose (parameters, gradients) to the communicator's name of each collective."""
+    """Adds a purpose to the communicator's name of each collective of parameters or gradients."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with each collective on the communicator of its purpose."""
+        """Return the program in which collectives of parameters and of gradients have communicators of their own."""
         inputs = phased.lowered.inputs
         hoisted = phased.hoisted
         held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]

@@ -51,7 +51,8 @@ def _fitting(
 ) -> list[str]:
     """Return the names of the phases that `phased` can take over from `other` within the memory limit.
 
-    The result is all of `names` if the program fits with all of them. Otherwise it is each name whose phase fits alone.
+    The result is all of `names` if the program fits with all these phases of `other`. Otherwise each phase is tried
+    alone, and the result has the names of the phases with which the program fits.
 
     Args:
         phased: the program.

@@ -166,7 +166,10 @@ class _Pricing:
         )
 
     def _weight(self, node: fx.Node) -> float:
-        """Return the weight of a local call among the local calls of one traced call: seconds of launch and memory."""
+        """Return the seconds of launches and memory traffic of a local call.
+
+        The share of a local call in its traced call is proportional to these seconds.
+        """
         return self._time(traffic_of(node), 0.0)
 
     def _time(self, traffic: Traffic, products_s: float) -> float:

@@ -150,9 +150,9 @@ class _Order:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Return the index of each node in the graph. A node of `moving` has the index of the first reader that stays.
+    """Return the index of each node in the graph; for a node of `moving`, the index of its first reader instead.
 
-    The reader may read the value directly or through other moving nodes.
+    The first reader is a node outside of `moving`. It reads the value directly or through other nodes of `moving`.
     """
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):

@@ -86,9 +86,9 @@ def _reduces_gradients(node: fx.Node) -> bool:
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes from which the operand of the collective `start` is computed, as far as they are in `among`.
+    """Return a set with all nodes of `among` from which the operand of the collective `start` is computed.
 
-    The set may have further nodes outside of `among`. `among` is in the order of the graph.
+    The set may also have nodes outside of `among`. `among` is in the order of the graph.
     """
     needed = set(start.all_input_nodes)
     for node in reversed(among):

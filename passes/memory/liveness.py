@@ -55,7 +55,7 @@ class Interval:
 
 
 class Held(StrEnum):
-    """Kind of memory that a link, the path of a value from its maker to one reader, uses for some time."""
+    """Kind of memory that a link uses for some time. A link is the path of a value from its maker to one reader."""
 
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"

@@ -34,7 +34,7 @@ class StepMemory:
     """Memory in use on each rank at the peak of one call or training step.
 
     Args:
-        parts: bytes at the peak by category: "parameters", "optimizer state" and the others of `PARTS`.
+        parts: bytes at the peak by category. The categories are the names in `PARTS`, such as "parameters".
     """
 
     parts: Mapping[str, int]

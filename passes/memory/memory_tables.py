@@ -68,7 +68,7 @@ class MemoryTables:
         return self._tables[key]
 
     def _nothing(self, *options: int) -> Floats:
-        """Return a table of zeros of this shape, for values that need no device memory."""
+        """Return a table of zeros of the shape `options`, for values that need no device memory."""
         key = ("nothing", *options)
         if key not in self._tables:
             self._tables[key] = np.zeros(options)

@@ -140,7 +140,10 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     sums = [memory.new(size) for size in carried]
 
     def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
-        """Return the peak in bytes, without the sums, while `graph` adds the gradients of `own` to the sums."""
+        """Return the peak in bytes while `graph` runs and adds the gradients that `own` makes to the sums.
+
+        The bytes of the sums are subtracted.
+        """
         memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
         return _restart(memory) - base - hoisted - sum(carried)
 

@@ -76,7 +76,8 @@ def _clean(call: PaddedCall) -> Results:
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
     """Return the content of a region of result number `result`, given the contents of the operands there.
 
-    Results after the first may be any numbers of their type.
+    For a result after the first, the content spans all numbers of the result's type. It is finite if the content of the
+    first result is finite.
     """
     found = call.content(operands, region)
     if not result:
@@ -196,7 +197,10 @@ class _Ruled:
         raise AssertionError(place)
 
     def _dims(self, result: int, index: int) -> list[Dim]:
-        """Return the dims of a result. `result` counts results that are tensors; `index` counts None results too."""
+        """Return the dims of a result.
+
+        `result` is its number among the results that are tensors, and `index` is its number among all results.
+        """
         shapes = zip(self.call.shapes(0)[index], self.call.shapes(1)[index], strict=True)
         return [self._dim(factors, sizes) for factors, sizes in zip(self.bound.outputs[result], shapes, strict=True)]
 
@@ -277,7 +281,7 @@ _COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedC
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
-"""Reduction to the function that returns the content of the minimum or maximum, given the contents of regions."""
+"""Reduction to a function from the contents of several regions to the content of their minimum or maximum."""
 
 
 def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Mapping[str, int]) -> None:

@@ -35,7 +35,7 @@ class PaddedContent:
     Args:
         low, high: the smallest and the largest number.
         is_finite: whether all numbers are finite; then none is NaN.
-        is_clean: whether the numbers also occur in the clean part, as in a row that is repeated.
+        is_clean: whether all numbers of the region also occur in the clean part, as in a row that is repeated.
         is_like_clean: whether the region contains infinities only if the clean part contains infinities. An example
             is scores plus a mask without padding.
 
@@ -70,7 +70,7 @@ class PaddedContent:
         return self.low == self.high == number
 
     def lies_in(self, low: float, high: float) -> bool:
-        """Whether all elements lie in an interval."""
+        """Whether all elements lie between `low` and `high`, both included."""
         return low <= self.low and self.high <= high
 
 

@@ -111,7 +111,7 @@ def _check_from_start(index: PaddedContent) -> None:
 
 
 def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
-    """Return the dims of index tensors broadcast together."""
+    """Return the dims that index tensors have after they are broadcast together."""
     rank = max(len(index.dims) for index in indices)
     result: list[Dim] = [((1, 1),)] * rank
     for index in indices:

@@ -199,7 +199,13 @@ def _select(call: PaddedCall) -> Results:
 
 
 def _check_place(call: PaddedCall, x: PaddedValue, dim: int, position: int) -> None:
-    """Check that an index into a padded dim is equal in both programs, when counted from the start."""
+    """Check that an index into a padded dim is equal in both programs, when counted from the start.
+
+    `position` is the position of the index among the call's arguments.
+
+    Raises:
+        ReachedError: the indices differ, because the index counts from the dim's end.
+    """
     size, exact = x.plain_part(dim)
     places = [
         place + length if place < 0 else place

@@ -138,7 +138,7 @@ class _Assigning:
             self.stage[node] = self.stage[node.all_input_nodes[0]] if node.target is operator.getitem else stage
 
     def _ends(self, forward: Sequence[fx.Node]) -> list[int]:
-        """Return the index in `forward` at which each stage's run ends, for all stages but the last."""
+        """Return, for each stage but the last, the index in `forward` of the first call of the next stage."""
         if not self.cuts and self.blocks is not None:
             return _ends_of_blocks(forward, self.blocks)
         if not self.cuts:
@@ -273,8 +273,8 @@ def cut_forward(
 ) -> list[int]:
     """Cut a forward into consecutive runs so that the longest run takes the least time; return the runs' ends.
 
-    Among equal cuts, those that the fewest bytes cross win. The result has an index in `forward` for each run but the
-    last.
+    Among equal cuts, the cuts that the fewest bytes cross win. The result has, for each run but the last, the index in
+    `forward` of the first call behind the run.
 
     Args:
         forward: the calls of the forward, in order.
@@ -345,7 +345,10 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
-    """Return the indices at which the forward may be cut: between blocks, or anywhere if there are too few blocks."""
+    """Return the indices of calls in front of which the forward may be cut.
+
+    Cuts lie between blocks, or anywhere if the model has too few blocks.
+    """
     before, between, behind = _around_blocks(forward, crossing)
     places = [*before, *between, *behind]
     if len(places) >= stages - 1:
@@ -375,7 +378,7 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """Return the index in `forward` at which each stage ends, for all stages but the last, given blocks per stage.
+    """Return the ends of stages, as in `cut_forward`, given the number of blocks of each stage.
 
     Raises:
         RecipeError: the model has another number of blocks, or a stage without blocks would have no calls.

@@ -122,7 +122,9 @@ class _Joining:
         return [numbers[call] for call in _calls(form)]
 
     def _replace(self, result: int, operator: OpOverload, operands: tuple[int, ...]) -> None:
-        """Replace each node with the value number `result` by a call, if its type is wide and all shapes are equal.
+        """Replace each node with the value number `result` by a call.
+
+        Nodes of types narrower than 32 bits stay. Nodes whose shape or type differs from an operand's stay too.
 
         Args:
             result: value number of the result.

@@ -4,8 +4,8 @@ Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregu
 nothing changes:
 
 1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more, and needs no more memory in
-   any row. Both must hold by itself and against every option of every neighbour. An option also goes if it is
-   forbidden, by itself or against every option of a neighbour, while another option is allowed.
+   any row. This must hold for each option alone, and for each option together with every option of every neighbour. An
+   option also goes if it is forbidden, alone or with every option of a neighbour, while another option is allowed.
 2. *Elimination.* A variable goes if no memory row mentions it and it has at most two neighbours. For each pair of
    options of two neighbours, the variable's best option is known. Its cost moves onto the edge between the neighbours.
    With one neighbour, the cost moves onto the neighbour's own cost; with none, into a constant. `Reduced.expand`

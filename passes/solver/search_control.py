@@ -53,7 +53,10 @@ class Ceiling:
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Return whether time is up, and record that a search was cut. Call this only where a search would go on."""
+        """Return whether time is up; if it is, record that a search was cut.
+
+        Call this method only where a search would go on.
+        """
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(

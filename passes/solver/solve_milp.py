@@ -123,7 +123,7 @@ def _solve(
 
 @dataclass(slots=True)
 class _Columns:
-    """Columns of the model under construction."""
+    """Columns of the model under construction: cost, upper bound, and whether the column is an integer."""
 
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -141,7 +141,13 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Rows:
-    """Sparse rows of the model under construction."""
+    """Sparse rows of the model under construction.
+
+    Args:
+        lower, upper: bounds of each row.
+        start: for each row, the position of its first entry in `index` and `value`; then their length.
+        index, value: column and coefficient of each entry.
+    """
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -281,7 +287,7 @@ class _Model:
         return program
 
     def choice(self) -> tuple[int, ...]:
-        """Return the chosen option of each variable."""
+        """Return the index of the chosen option of each variable."""
         solution = np.array(self._highs.getSolution().col_value)
         sizes = [len(cost) for cost in self._problem.costs]
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
@@ -363,5 +369,5 @@ def _groups(tables: list[Floats]) -> np.ndarray:
 
 
 def _first_of(groups: np.ndarray) -> np.ndarray:
-    """Return the index of one row of each group."""
+    """Return the index of the first row of each group, [groups]. `groups` has the group number of each row."""
     return np.unique(groups, return_index=True)[1]

@@ -210,7 +210,10 @@ _FEW_AXES = 2
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether permutations of axes of equal size share a price: on one node, axes of equal size have equal links."""
+    """Whether strategies that differ by a permutation of axes of equal size share a price.
+
+    They do on meshes with more than `_FEW_AXES` axes on one node, where axes of equal size have equal links.
+    """
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 

@@ -97,8 +97,8 @@ class RepeatedUnits:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: dict from the pair (`Spot.repeat`, `Spot.place`) of a site to the name of the first site of a run. The
-            site lies in a run of a and in a run of b. The later of these two runs counts.
+        starts: dict from a pair (`Spot.repeat`, `Spot.place`) to the name of a site. The sites at this place in a and
+            b lie in two neighbouring runs. The named site is the first site of the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()

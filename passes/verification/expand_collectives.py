@@ -98,7 +98,7 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the last arguments of a `cat` or `split`: (1,) to join values along dim 1 if `rows` is given, else ()."""
+    """Return the dim argument of a bucket's `cat` or `split`: (1,) if `rows` has a number of ranks, else ()."""
     return (1,) if rows else ()
 
 
@@ -144,7 +144,7 @@ class _Expanding:
     parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the copy."""
+        """Return the copy as a graph module with the constants of `graph_module`."""
         inner = frozenset().union(*(bucket.inner for bucket in self.buckets.values())) | self.buckets.keys()
         for node in self.graph.nodes:
             self._check(node)

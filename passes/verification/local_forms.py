@@ -71,7 +71,7 @@ class FormCall:
     is_drawn: bool
 
     def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
-        """Return the value numbers of the program's calls that are this call.
+        """Return the value numbers of the program's calls with this operator, these literals, and operands in `values`.
 
         Args:
             local: the value numbers of the program.

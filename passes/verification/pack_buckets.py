@@ -182,7 +182,7 @@ def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the last arguments of a `cat` or `split`: (1,) to join values along dim 1 if `rows` is given, else ()."""
+    """Return the dim argument of a bucket's `cat` or `split`: (1,) if `rows` has a number of ranks, else ()."""
     return (1,) if rows else ()
 
 

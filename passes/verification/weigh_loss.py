@@ -224,7 +224,7 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """Return e if a number in the call makes a part's result too large by m ** e; None for any other effect."""
+        """Return e if a number in the call makes a part's result m ** e times too large; None for any other effect."""
         ours, theirs = (_literals(item) for item in (node, self.twins[node]))
         if ours == theirs or node.target in _SIZED:
             return 0
@@ -303,7 +303,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the exponent of the results; None if the call is not linear in the operands with an exponent."""
+        """Return the results' exponent; None if the call is not linear in the operands whose exponent is not 0."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -396,9 +396,9 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the first factor of the split dim of each split operand.
+    """Return the rule's factor along which operands with the state `SlicedDim` are split (the first of their dim).
 
-    The result is None if these factors differ, or if an operand that is not split has the factor too.
+    The result is None if the factors of two operands differ, or if an operand with another state has the factor too.
     """
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
