@@ -236,7 +236,7 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the size of dim 0 that all tensors of a call share.
 
     Raises:
-        TraceError: the tensors have several sizes there, or none.
+        TraceError: the tensors have several sizes of dim 0, or no tensor has a dim.
     """
     size = batch_size(args, kwargs)
     if size is None:

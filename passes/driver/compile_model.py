@@ -108,10 +108,11 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Check that the size of a micro-batch in the recipe decides the number of micro-batches.
+    """Check that the number of micro-batches can be computed, if the recipe gives the size of a micro-batch.
 
     Raises:
-        NotAvailableError: the batch is unknown, or the call gives the number too, or has no optimizer.
+        NotAvailableError: the batch is unknown, the call also gives the number of micro-batches, or the call has no
+            optimizer.
     """
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:

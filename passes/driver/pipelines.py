@@ -143,10 +143,10 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def check_pipeline(update: Update | None, call: Call) -> None:
-    """Check that stages support the arguments of a call.
+    """Check that pipeline stages support the arguments of a call.
 
     Raises:
-        NotAvailableError: they do not support an argument. The message names the argument and the way out.
+        NotAvailableError: stages do not support an argument. The message names the argument and the way out.
     """
     refused = None
     if call.optimizer is None:

@@ -104,7 +104,7 @@ class Planner:
         with_native: whether torch's fused kernels run semantic operators; otherwise their definitions run.
         cuda_graph: whether predictions are for steps launched from CUDA graphs.
         recipe: restricts the search; None: no restriction.
-        change: the change of a question.
+        change: the change that a question makes (`passes.questions.change`).
         gather_outputs: whether outputs are made whole on every rank, except constrained outputs.
         progress: whether searches show their progress, see `search_bar`.
         ceiling: the time limit of several searches together; None: each has its own. `begun` sets it.
@@ -209,7 +209,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program of a call without inner blocks, or None. `margin` is a number as in `_MARGINS`."""
+        """Return the traced program without inner blocks, or None if all must stay; `margin` is as in `_MARGINS`."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -446,7 +446,7 @@ class Planner:
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
-        """Return a plan with all blocks; None if it is not of this call."""
+        """Return a plan expanded to all blocks of the program; None if the plan is not for this call."""
         try:
             return expand_for(plan, program, request, self.trace)
         except PlanMismatchError as error:

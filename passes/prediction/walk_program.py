@@ -47,7 +47,7 @@ class WalkedStep:
 
     Args:
         segments: the phases in the order in which they run; forward and backward occur once for each micro-batch.
-        sent_bytes: mesh axis to the bytes that a rank sends over it in a step.
+        sent_bytes: a dict from a mesh axis to the bytes that a rank sends over it in a step.
         adding_s: seconds to add the gradients of one micro-batch to their sums.
     """
 
@@ -139,7 +139,7 @@ class _PhaseWalk:
         prices: prices of nodes.
         units: the units of repeated blocks.
         ops: the operations so far, in order.
-        begun: node of a collective to the index in `ops` of each of its copies, by the number of the copy.
+        begun: for the node of a collective, a dict from the number of a copy to the index in `ops` of its start.
     """
 
     name: str

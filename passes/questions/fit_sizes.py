@@ -25,7 +25,7 @@ from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
-"""Name of a symbol to the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
+"""A dict from the name of a symbol to the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
 
 If inputs differ in this dim, the value is a dict from the input's name to its dim, e.g. {"batch": {"input:0": 0}}.
 """

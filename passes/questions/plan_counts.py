@@ -50,7 +50,7 @@ class PlanCounts:
     Args:
         fitted: the prepared program that the plan is for, with fitted shapes.
         plan: the plan.
-        axes: name of a mesh axis to its size, a symbol or a number.
+        axes: a dict from a mesh axis to its size, a symbol or a number.
         step_cost: returns the price of one step of a reshard on the plan's own mesh.
     """
 
@@ -178,7 +178,7 @@ class PlanCounts:
 
         Args:
             site: the traced node that the part belongs to.
-            seen: index of a lowered program to the dims of the part in this program.
+            seen: a dict from the index of a lowered program to the dims of the part in this program.
             label: the part's label.
         """
         shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
@@ -244,7 +244,7 @@ class PlanCounts:
 
         Args:
             site: the traced node that the part belongs to.
-            sizes: index of a lowered program to the dim in this program.
+            sizes: a dict from the index of a lowered program to the dim in this program.
             label: the part's label, for the message.
 
         Raises:

@@ -54,9 +54,9 @@ _HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_pa
 _STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 
 Tally = Mapping[str, Any]
-"""Name of a number ("flops", "saved_bytes", "forward tensor") to its value for a layer class.
+"""The numbers of a layer class: a dict from a name ("flops", "saved_bytes", "forward tensor") to a value.
 
-The value is for one micro-batch on one rank.
+Each value is for one micro-batch on one rank.
 """
 
 
@@ -145,7 +145,7 @@ class CountsOfPrice:
         return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Return pairs of sizes to price at: two micro-batch sizes, then two sizes of each axis of `_split`."""
+        """Return pairs of sizes to price at: two micro-batch sizes, then two sizes of each axis of several ranks."""
         own = self.recipe.micro_batch
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
@@ -200,7 +200,7 @@ class _RecipeCounts:
         recipe: the recipe; its flags, dtypes and schedule are used, its sizes are not.
         batch: number of sequences of a step.
         micro_batch: number of sequences in one forward of one data-parallel replica.
-        axes: "data", "context", "tensor", "expert" and "pipeline" to their sizes.
+        axes: a dict from "data", "context", "tensor", "expert" and "pipeline" to the size of the axis.
     """
 
     recipe: Execution

@@ -84,7 +84,7 @@ class RecomputeOptions:
         return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
     def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
-        """Return the number of sites of the whole program that may have one of some policies.
+        """Return the number of sites of the whole program that may have any of the given policies.
 
         `counts` says how many sites each site stands for, see `PlanningProblem.counts`.
         """
@@ -144,7 +144,9 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """Return the variables worth recomputing, and the variables that recomputations may need kept.
+        """Return the variables to recompute, and the variables that recomputations may need kept.
+
+        The first are the results of `_worthwhile`, and their operands in the same segment.
 
         `members` has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
         """
@@ -171,7 +173,10 @@ class _OptionSearch(ForwardCalls):
         return name not in self.first_read
 
     def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
-        """Return the variables worth offloading."""
+        """Return the variables whose values may be offloaded.
+
+        The values are large and read by the backward, or their variable is in `held`. All of them pass `may_move`.
+        """
         movable = {number for number, names in members.items() if all(map(self.may_move, names))}
         return set(self._worthwhile(members, movable)) | (held & movable)
 
@@ -233,8 +238,9 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Return, for each site to recompute, the index of the site before which LATE recomputes it. The last sites are
-        first.
+        """Return, for each site to recompute, the index of the site before which LATE recomputes it.
+
+        The keys are in reverse program order.
 
         The backward reads the value there, or recomputes a reader of the value.
         """

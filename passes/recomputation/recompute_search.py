@@ -120,8 +120,8 @@ def solve_with_room(
 ) -> JointSolution | None:
     """Return the cheapest choice found in a memory limit that is smaller by `ROOM`.
 
-    None if `found`, the result of `solve_jointly`, leaves that room, if nothing fits, or if time is up. The arguments
-    are those of `solve_jointly`.
+    `found` is the result of `solve_jointly`, and the other arguments are those of `solve_jointly`. Return None if
+    `found` fits in the smaller limit, if no choice fits in it, if time is up, or without a memory limit.
     """
     if search.memory_limit_bytes is None or search.control.is_over():
         return None

@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Devices that run a micro-batch together on one stage."""
+        """Number of devices that run a micro-batch together on one stage."""
         return self.tensor * self.context
 
 
@@ -237,7 +237,7 @@ class RecipeSpace:
         return [size for size in sizes if any(True for _ in self.pipelines(layout._replace(micro_batch=size)))]
 
     def pipelines(self, layout: Layout) -> Iterator[int]:
-        """Return the possible numbers of pipeline ranks for a layout, rising."""
+        """Yield the possible numbers of pipeline ranks for a layout, the smallest first."""
         for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)

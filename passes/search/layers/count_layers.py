@@ -180,7 +180,7 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
 
 
 class _LayerCounter:
-    """Makes the layer classes of a program, one at a time."""
+    """Count the layer classes of a folded program: `layer` returns one layer class by name."""
 
     def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
         self.folded, self.layouts = folded, layouts
@@ -382,9 +382,10 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """Return the value that owns the memory of a view, split as the owner.
+        """Return the value that owns the memory of a value.
 
-        A view of a part of its owner is returned itself.
+        If `key` names a view of a whole value, return this whole value with its splits. If `key` names a view of a
+        part, or no view, return the value of `key`.
         """
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]

@@ -188,7 +188,11 @@ class KernelPricer:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """Return the products of one rank that has a share of the experts, and takes their tokens from all ranks."""
+    """Return the work of a kernel on one rank, if its experts are shared out over `ranks` ranks.
+
+    The rank has fewer experts, and computes each of them for the tokens of all ranks. `done` is the work without
+    sharing.
+    """
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
     shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
