@@ -136,7 +136,12 @@ def _micro_batches(call: Call, mesh: Mesh) -> int | None:
 
 
 def _device_of(call: Call) -> torch.device:
-    """Return the device of a model's tensors. For a model on meta it is the mesh's device, or else torch's default."""
+    """Return the device of a model's tensors.
+
+    For a model on the meta device, return the device of a `DeviceMesh`. Without a `DeviceMesh`, return the accelerator
+    if the run has several processes and an accelerator. Otherwise return torch's default device, but the CPU instead of
+    meta.
+    """
     tensors = (*call.model.parameters(), *call.model.buffers())
     found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if found is not None:

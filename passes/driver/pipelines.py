@@ -89,7 +89,7 @@ class PipelineArguments:
 def pipeline_arguments(
     plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None
 ) -> PipelineArguments:
-    """Return the pipeline arguments of a call. A plan with stages decides them.
+    """Return the pipeline arguments of a call. If the call uses a plan with stages, the plan decides the arguments.
 
     Raises:
         PlanMismatchError: the call contradicts the plan, or the mesh has no axis for the plan's stages.

@@ -91,7 +91,7 @@ class Planner:
         cluster: the hardware of the prices; None: this machine.
         fixed: the plan that training calls must use.
         made: a finished plan, for calls of its program on its mesh.
-        before: a plan that searches begin with; the result is no slower if it fits.
+        before: a plan that searches begin with. If this plan fits, the result is no slower.
         precision: the type of computation if the model's parameters are wider; None: the model's own types.
         traced: the program of training calls, if it is traced already.
         traces: a store of programs for all candidates of one call of `plan`; None: each call is traced.
@@ -259,7 +259,7 @@ class Planner:
     def begun(self) -> tuple[Planner, Ceiling]:
         """Return the planner with a time limit for several searches, and this limit.
 
-        A limit that runs already is kept.
+        If the planner has a limit already, this limit is kept.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
@@ -458,8 +458,8 @@ class Planner:
     ) -> tuple[PhasedProgram, VerificationReport | None]:
         """Return the program of one rank, and its proof if requested.
 
-        `predicted` is the lowered program of the prediction. It is used unless another program runs, for example with
-        kernels.
+        `predicted` is the lowered program of the prediction. It is returned if the ranks run it unchanged, for example
+        without kernels.
         """
         on_pass = verify_pass if verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)

@@ -112,7 +112,7 @@ def priced_model(
 
     Args:
         model, example_inputs, loss_fn: the call to trace.
-        precision: the type of its products, see `narrow_dtype`; None: its own type.
+        precision: the type of the model's products, see `narrow_dtype`; None: the model's own type.
         whole_experts: whether each layer of experts is one operator, as in compiled programs. Other frameworks run its
             products one by one.
     """

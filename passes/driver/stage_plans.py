@@ -87,7 +87,7 @@ class StagePlans:
             kept: by number, lowered stages that stay as they are, unless a rank lacks memory for them.
 
         Raises:
-            DoesNotFitError: a rank needs more memory than it has.
+            DoesNotFitError: a rank needs more memory than its device has.
         """
         start = time.perf_counter()
         cut = self._cut(program, request, cuts=before.cuts if before else (), homes=homes)

@@ -47,7 +47,7 @@ def solve_baselines(
         allowed: masks of the options that the user's constraints allow, as in `Search`.
         before: a plan of the program, on this mesh or another mesh.
         elsewhere: plans on other meshes of as many devices. A recipe that uses every axis in the same way is left out
-            if it fits on one of these meshes with no more axes. Its plan here would hardly differ.
+            if it fits on a mesh of one of these plans with as many axes or fewer. Its plan here would hardly differ.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -90,8 +90,8 @@ class BaselineSteps(Mapping[str, float | None]):
 
     Args:
         names: names of the recipes.
-        known: the steps that are known already.
-        predict: for each other recipe, the function that predicts its step.
+        known: a dict from a recipe to its step, for the steps that are predicted already.
+        predict: a dict from each other recipe to the function that predicts its step.
     """
 
     names: Sequence[str]
@@ -117,7 +117,10 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether recipe `name` is among the baselines and may fit in memory. Unknown steps are not predicted for this."""
+    """Whether recipe `name` is among the baselines and may fit in memory.
+
+    A step that is not known yet is not predicted. Its recipe counts as fitting.
+    """
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 

@@ -50,7 +50,8 @@ class PipelinePrediction:
 
     Args:
         whole: prediction of the whole step.
-        stages: prediction of each stage's plan; its step time is the stage's own busy time, its memory is the rank's.
+        stages: prediction of each stage's plan. The step time is the busy time of the stage, and the memory is the
+            memory of the stage's rank.
         memory: memory of each rank.
     """
 

@@ -48,7 +48,7 @@ _OF_STEP = ("step_flops", "rank_flops", "tokens")
 
 
 class Counts(Protocol):
-    """Counts the FLOPs, bytes or elements that make up a quantity of a plan, as expressions in symbols."""
+    """The interface of counters: they count the FLOPs, bytes or elements of a plan as expressions in symbols."""
 
     def sizes(self, dims: InputDims | None) -> tuple[InputSize, ...]:
         """Return the input sizes that may be symbols.
@@ -79,7 +79,7 @@ class Counts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanFormulas:
-    """The formulas of a plan. They refer to the plan's model, so they are dropped when the plan is pickled."""
+    """The formulas of a plan. The formulas need the plan's model, so a pickled plan has no formulas."""
 
     counts: Counts
 

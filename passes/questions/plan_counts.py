@@ -88,7 +88,10 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Yield the bytes that a stage sends to other stages, given how often it sends each value, by name."""
+        """Yield the bytes that a stage sends to other stages.
+
+        `sends` maps the name of a value to the number of times that the stage sends it.
+        """
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 

@@ -232,7 +232,9 @@ class _RecipeCounts:
         return whole["parameters"] + whole["expert_parameters"]
 
     def sent_between_stages(self, blocks: Sequence[Tally]) -> dict[str, Any]:
-        """Return the bytes that a rank sends for values between stages in a step, forward and backward, by axis.
+        """Return a dict from an axis to the bytes that a rank sends over it in a step for values between stages.
+
+        The bytes are those of forward and backward together.
 
         Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.
         """

@@ -95,7 +95,9 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """Return the policies worth considering for each variable. All sites of a variable have the same policies.
+    """Return the possible policies of each variable (see the module's docstring).
+
+    All sites of a variable have the same policies.
 
     Args:
         planning: the problem without recomputation.
@@ -146,7 +148,7 @@ class _OptionSearch(ForwardCalls):
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
         """Return the variables to recompute, and the variables that recomputations may need kept.
 
-        The first are the results of `_worthwhile`, and their operands in the same segment.
+        The variables to recompute are those of `_worthwhile`, and those of operands in the same segment.
 
         `members` has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
         """

@@ -61,7 +61,7 @@ class RecomputeProblem:
 
     @property
     def liveness(self) -> Liveness:
-        """The lifetimes without recomputation."""
+        """The lifetimes of values in the program without recomputation."""
         return self.planning.liveness
 
     def memory_row(self, point: int) -> MemoryRow:
@@ -105,7 +105,7 @@ class RecomputeProblem:
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
         """Return the policy of each value that a choice recomputes or offloads, by site.
 
-        A view of a held value is not recomputed if it needs no reshard, because it is held too.
+        Views of held values are absent if they need no reshard, because the held value keeps their memory.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}

@@ -55,7 +55,7 @@ def solve_jointly(
         peak_of: counts the memory of a choice on its lowered program.
         recompute: whether values may be recomputed. Without recomputation nothing is offloaded.
         offload: whether values may go to the host, on devices with a link to a host.
-        before: a known solution. If it fits, the result costs no more.
+        before: a known solution. If this solution fits, the result costs no more.
 
     Raises:
         DoesNotFitError: no choice fits with any recomputation and offload.
@@ -85,7 +85,7 @@ def _solve_jointly(
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
-    """Return the result of `solve_jointly` without a known solution."""
+    """Return the result that `solve_jointly` has if `before` is None."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)

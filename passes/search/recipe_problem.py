@@ -47,7 +47,7 @@ class RecipeProblem:
 
     @cached_property
     def pricer(self) -> RecipePricer:
-        """The prices that all searches of the problem share."""
+        """The pricer of recipes. All searches of the problem share it, and so its prices."""
         return RecipePricer(self.counted, self.cluster)
 
     @cached_property

@@ -36,7 +36,8 @@ class FoundRecipe:
 
     Args:
         recipe: the best recipe that was priced, or None. In a complete search None means that no recipe fits.
-        objective: seconds of a step under the recipe, or its bytes if memory is searched; infinite without a recipe.
+        objective: seconds of a step under the recipe, or bytes of its peak memory if memory is minimised; infinite
+            without a recipe.
         lower_bound: a lower bound of the objectives of all recipes of the set.
         is_complete: whether the search came to its end, so that no recipe is better.
         was_interrupted: whether Ctrl-C ended the search.
@@ -95,7 +96,7 @@ def search_recipes(
 
     Args:
         space: the set of recipes.
-        pricer: computes their times and memory.
+        pricer: computes the times and memory of recipes.
         memory_limit: bytes of a device.
         smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
         ceiling: a limit that may end the search; None: no limit.
@@ -265,9 +266,9 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe with `ranks` pipeline ranks and the schedule 1F1B.
+        """Return a recipe with `ranks` pipeline ranks. Several ranks have the schedule 1F1B.
 
-        Some bounds do not depend on the schedule. They are computed from this recipe.
+        The recipe is for bounds that do not depend on the schedule.
         """
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)

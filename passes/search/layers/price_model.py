@@ -205,7 +205,7 @@ class PricedModel:
 
 
 def _is_multiplied(stack: fx.Node) -> bool:
-    """Whether a batched or grouped product reads a parameter, or a view of it."""
+    """Whether a batched or grouped product reads the parameter `stack`, or a view of this parameter."""
     users = [*stack.users, *(late for user in stack.users for late in user.users)]
     batched = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
     return any(user.target in batched or "grouped_mm" in str(user.target) for user in users)

@@ -268,7 +268,7 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """Return the operand's spec with which a view has a result of spec `spec`, or None."""
+        """Return the operand's spec with which a view has a result of spec `spec`; None if no strategy has one."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _is_new(self, key: _Key) -> bool:
@@ -301,12 +301,12 @@ class _Propagation:
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
         """Return the cost of a strategy as a tuple. Tuples are compared item by item, and the smallest is best.
 
-        * Weights that become split; more are better. Vectors follow the other operands, and do not count.
+        * Number of weights that become split; more are better. Vectors follow the other operands, and do not count.
         * Whether a parameter's gradient has other split dims than the parameter.
         * Whether activations stay partial.
         * Bytes moved.
-        * Whole values that are cut.
-        * Split results; more are better, but not for lookups in a table.
+        * Number of whole values that the call cuts.
+        * Number of split results; more are better, but not for lookups in a table.
 
         A forbidden strategy costs infinity.
         """
@@ -430,8 +430,9 @@ class _Propagation:
     def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
         """Whether a call needs no collective for an operand.
 
-        The operand has the right spec, is a new tensor (`_is_new`), or has a whole copy from this phase. Or the call
-        reads only its shape. On the expert axis, a value that was exchanged in any phase needs no second exchange.
+        No collective is needed if the operand has the right spec, is new (`_is_new`), or has a whole copy from this
+        phase. The same holds if the call reads only its shape. On the expert axis, a value that was exchanged in any
+        phase needs no second exchange.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):

@@ -75,7 +75,7 @@ def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
 def _shared(node: fx.Node, axis: str) -> Strategy:
     """Return the strategy that splits the matrices of a call of experts along dim 0.
 
-    In the backward it also splits their gradients, which are the last results.
+    In the backward the strategy also splits the gradients of the matrices, which are the last results.
     """
     split, whole = PartitionSpec(axis), PartitionSpec()
     is_backward = node.target is kernels.experts_backward
@@ -132,7 +132,7 @@ def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tup
 
 
 def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
-    """Return the spec that splits the first dim in which two shapes differ over `axis`.
+    """Return the spec in which `axis` splits the first dim in which two shapes differ.
 
     The shapes are those of one tensor for one and for two sequences.
     """
