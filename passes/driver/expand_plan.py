@@ -157,7 +157,7 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """Return the nodes of a program by unit, in order, each with a key that is equal for matched nodes."""
+    """Return a dict from each unit to its nodes in order, each with a key that is equal for matched nodes."""
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:

@@ -52,7 +52,7 @@ class Planned:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plan keeps all values: none is recomputed or offloaded."""
+        """Whether the plan recomputes and offloads no values."""
         return not any(each.recompute.nodes or each.offload.nodes for each in (self.plan, *self.plan.stages))
 
 

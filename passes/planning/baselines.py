@@ -47,7 +47,8 @@ def solve_baselines(
         allowed: masks of the options that the user's constraints allow, as in `Search`.
         before: a plan of the program, on this mesh or another mesh.
         elsewhere: plans on other meshes of as many devices. A recipe that uses every axis in the same way is left out
-            if it fits on a mesh of one of these plans with as many axes or fewer. Its plan here would hardly differ.
+            if it fits on one of these meshes. Only meshes with at most as many axes as this mesh count. Its plan here
+            would hardly differ.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -162,7 +163,7 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 
 
 def known_recipes(mesh: Mesh) -> dict[str, Roles]:
-    """Return a dict from the name of each recipe to the role of each mesh axis under it."""
+    """Return a dict from the name of each recipe to its roles, which are a dict from mesh axes to roles."""
     *outer, inner = mesh.axis_names
     found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
     if outer:

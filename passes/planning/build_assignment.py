@@ -90,7 +90,7 @@ class PlanningProblem:
         return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
-        """Return the number of runs of the reshard on each link in a step of the whole model, in the order of links."""
+        """Return the number of runs of the reshard on each link of `space.links` in a step of the whole model."""
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:

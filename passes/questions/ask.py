@@ -231,7 +231,7 @@ def _use(plan: Plan, feature: str) -> str:
 
 
 def _saved(plan: Plan, feature: str) -> int:
-    """Return the number of values that a plan recomputes, or offloads, over all stages."""
+    """Return the number of values that all stages recompute, or that they offload if `feature` is "offload"."""
     found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
     return sum(len(names) for each in found for names in each.values())
 

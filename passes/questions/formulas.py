@@ -119,7 +119,7 @@ class PlanFormulas:
 
 
 def _no_formulas() -> None:
-    """Return None, the formulas of a plan that was pickled."""
+    """Return None, which stands for the formulas of a plan that was pickled."""
 
 
 def _check_name(name: str, axes: Iterable[str]) -> None:

@@ -215,7 +215,7 @@ class PlanCounts:
 
     @cached_property
     def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """The steps of all reshards, by (reader, maker, index of the maker's result)."""
+        """A dict from (reader, maker, index of the maker's result) to the steps of the reshard between the two."""
         found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
         for place, steps in self._steps.items():
             found[place[:3]] += steps

@@ -247,7 +247,7 @@ class _RecipeCounts:
         return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
 
     def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
-        """Return a tally with this micro-batch and these sizes of axes in place of its symbols."""
+        """Return a tally in which the symbols are replaced by `micro_batch` and by the sizes `axes`."""
         at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
         return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
 

@@ -183,7 +183,7 @@ class _OptionSearch(ForwardCalls):
         return set(self._worthwhile(members, movable)) | (held & movable)
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
-        """Return the variables among `pure` whose values are large and read by the backward."""
+        """Return the variables of `pure` with at least `least_share` of the bytes of values that the backward reads."""
         read = self.first_read
         sizes = {
             number: sum(self.counts.get(name, 1) * _size(self.space.sites[name]) for name in names if name in read)

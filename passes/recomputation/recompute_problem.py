@@ -277,5 +277,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """Return how often a call runs in a step under a policy."""
+    """Return how often a call runs in a step: 2 under a policy that recomputes its value, otherwise 1."""
     return 2 if policy in RECOMPUTED else 1

@@ -247,7 +247,7 @@ def _problem(
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """Return a solution of a problem with recomputation as strategies and restored values."""
+    """Return `found`, a solution of `problem`, as a choice of strategies with restored values."""
     restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
     running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(

@@ -186,7 +186,7 @@ class _BestFirst:
         return True
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
-        """Return the result so far."""
+        """Return the result of the search so far."""
         bound, elapsed_s = min(self.bound, self.objective), time.monotonic() - self.start
         ended = (is_complete, was_interrupted, self.priced, self.nodes, elapsed_s)
         return FoundRecipe(self.best, self.objective, bound, *ended)

@@ -249,7 +249,7 @@ class _Propagation:
             self.origins[site.name, index] = origin if spec.dims else frozenset()
 
     def _stay_free(self, site: Site, read: _Key) -> None:
-        """Keep a view of a free parameter free. The first reader of the view decides the spec of both."""
+        """Keep a view of a free parameter free; the view's first reader decides the specs of view and parameter."""
         key = (site.name, 0)
         self.state[key], self.origins[key] = None, self.origins[read]
         self.operands[site.name], self.results[site.name] = (WHOLE,), (WHOLE,)
@@ -268,7 +268,7 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """Return the operand's spec with which a view has a result of spec `spec`; None if no strategy has one."""
+        """Return the operand's spec with which a view has a result of spec `spec`; None without such a strategy."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _is_new(self, key: _Key) -> bool:
