@@ -120,7 +120,7 @@ def _renamed_node(item: _Restored, names: Mapping[str, str], modules: Mapping[st
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return the name of each node of `stage`, by the name of the node at the same place in `alike`."""
+    """Return a dict from the name of each node of `alike` to the name of the node at the same place in `stage`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 

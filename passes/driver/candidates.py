@@ -40,8 +40,8 @@ class Candidate:
         micro_batches: number of micro-batches in a step.
         recipe: restricts the plan; None: no restriction.
         proposal: the recipe by which the outer search proposed the mesh.
-        is_spare: whether it is planned only if no earlier candidate has a plan.
-        is_for_memory: whether it is planned only if each earlier plan recomputes or offloads values.
+        is_spare: whether the candidate is planned only if no earlier candidate has a plan.
+        is_for_memory: whether the candidate is planned only if each earlier plan recomputes or offloads values.
         exact: the proposed recipe with all its fields. If the time budget cuts the search, and the step is longer than
             `slowest_s`, the candidate is planned again within this recipe.
         slowest_s: seconds of a step, see `exact`.
@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def has_stages(self) -> bool:
-        """Whether its mesh has a pipeline axis."""
+        """Whether the mesh of the candidate has the axis "pipeline"."""
         return PIPELINE_AXIS in self.meshes[0].axis_names
 
 
@@ -236,7 +236,7 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the size of dim 0 that all tensors of a call share.
 
     Raises:
-        TraceError: the tensors have several sizes there, or none.
+        TraceError: the tensors have several sizes of dim 0, or no tensor has a dim.
     """
     size = batch_size(args, kwargs)
     if size is None:

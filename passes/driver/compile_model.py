@@ -108,10 +108,11 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _check_micro_batch(call: Call) -> None:
-    """Check that the size of a micro-batch in the recipe decides the number of micro-batches.
+    """Check that the number of micro-batches can be computed, if the recipe gives the size of a micro-batch.
 
     Raises:
-        NotAvailableError: the batch is unknown, or the call gives the number too, or has no optimizer.
+        NotAvailableError: the batch is unknown, the call also gives the number of micro-batches, or the call has no
+            optimizer.
     """
     recipe = call.recipe
     if recipe is None or recipe.micro_batch is None:
@@ -135,7 +136,12 @@ def _micro_batches(call: Call, mesh: Mesh) -> int | None:
 
 
 def _device_of(call: Call) -> torch.device:
-    """Return the device of a model's tensors. For a model on meta it is the mesh's device, or else torch's default."""
+    """Return the device of a model's tensors.
+
+    For a model on the meta device, return the device of a `DeviceMesh`. Without a `DeviceMesh`, return the accelerator
+    if the run has several processes and an accelerator. Otherwise return torch's default device, but the CPU instead of
+    meta.
+    """
     tensors = (*call.model.parameters(), *call.model.buffers())
     found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if found is not None:

@@ -157,7 +157,7 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """Return the nodes of a program by unit, in order, each with a key that is equal for matched nodes."""
+    """Return a dict from each unit to its nodes in order, each with a key that is equal for matched nodes."""
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -169,7 +169,10 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """Return the unit of a module's path, and the path of the same module in the unit that stands for this unit."""
+    """Return the unit that contains a module, and the path of the same module in the unit that stands for this unit.
+
+    A module outside of units has the unit (-1, 0), and keeps its path.
+    """
     for number, repeat in enumerate(repeats):
         found = repeat.unit(path)
         if found is not None:
@@ -194,13 +197,19 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Return, for each node, its repeat and its place in its unit; for a node outside of units its name."""
+    """Return a dict from the name of each node to a key of its place.
+
+    The key is (index of the repeat, index of the node in its unit). For a node outside of units, the key is its name.
+    """
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Return the positions of the nodes in repeated units: in left-out units, and in the two units kept at each end."""
+    """Return a dict from the name of each node in a repeated unit to the node's position.
+
+    The repeated units are the left-out units, and the two units kept at each end.
+    """
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}
     for name, path in module_paths(program).items():

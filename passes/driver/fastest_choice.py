@@ -54,8 +54,8 @@ class Decision:
     """The result of a search over specs, before lowering.
 
     Args:
-        searched: the best solution, and perhaps one that leaves memory to collectives beside computation. Their
-            problems are of the program as it will run, with recomputed nodes.
+        searched: the best solution, and perhaps a second solution that leaves memory to collectives beside computation.
+            The problem of each solution is of the program as it will run, with recomputed nodes.
         baselines: for each known recipe, its best solution without recomputation; None if no solution fits.
         bucketed: the best solution by other prices: collectives of parameters and gradients are in buckets, and the
             time that computation hides does not count.
@@ -159,16 +159,20 @@ class _ChoiceLowering:
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """Return the rough step of a choice in seconds, unscaled."""
+        """Return the rough step of a choice in seconds, unscaled.
+
+        `planning` is the problem of the choice, if it is not the problem of this object.
+        """
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: JointSolution, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Return the rough steps of choices, in seconds.
+    """Return a dict from each choice of `others` to its rough step, in seconds.
 
-    They are scaled so that the search's own choice has its predicted step.
+    The rough steps are scaled by one factor. With this factor, the rough step of the search's own choice would equal
+    its predicted step.
     """
     if not others:
         return {}

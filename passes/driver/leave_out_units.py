@@ -49,7 +49,7 @@ class _CannotLeaveOutError(Exception):
 
 
 def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
-    """Return the runs of blocks in each list of modules whose blocks run the same operators."""
+    """Yield a `Repeat` for each run of units that run the same operators, in each list of modules."""
     forms: dict[str, dict[int, list[object]]] = defaultdict(lambda: defaultdict(list))
     for node in program.graph.nodes:
         found = _BLOCK.match(paths[node.name])

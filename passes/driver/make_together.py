@@ -18,7 +18,7 @@ def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Calla
         engine: compares the ranks.
         step: the name of the step in error messages, such as "tracing".
         make: makes the object of this rank.
-        facts: returns texts about an object that must be equal on all ranks, such as its digest.
+        facts: returns a dict of texts about the object, such as its digest. The texts must be equal on all ranks.
 
     Raises:
         RankMismatchError: on every rank, if `make` fails on some ranks only, or the facts differ.

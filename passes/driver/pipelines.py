@@ -89,7 +89,7 @@ class PipelineArguments:
 def pipeline_arguments(
     plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None
 ) -> PipelineArguments:
-    """Return the pipeline arguments of a call. A plan with stages decides them.
+    """Return the pipeline arguments of a call. If the call uses a plan with stages, the plan decides the arguments.
 
     Raises:
         PlanMismatchError: the call contradicts the plan, or the mesh has no axis for the plan's stages.
@@ -143,10 +143,10 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def check_pipeline(update: Update | None, call: Call) -> None:
-    """Check that stages support the arguments of a call.
+    """Check that pipeline stages support the arguments of a call.
 
     Raises:
-        NotAvailableError: they do not support an argument. The message names the argument and the way out.
+        NotAvailableError: stages do not support an argument. The message names the argument and the way out.
     """
     refused = None
     if call.optimizer is None:

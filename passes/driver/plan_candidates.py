@@ -52,7 +52,7 @@ class Planned:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plan keeps all values: none is recomputed or offloaded."""
+        """Whether the plan recomputes and offloads no values."""
         return not any(each.recompute.nodes or each.offload.nodes for each in (self.plan, *self.plan.stages))
 
 
@@ -116,8 +116,8 @@ _SLOWER = 1.05
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
     """Whether a candidate that saves memory may be faster than the plans before it.
 
-    It cannot be faster than a plan that keeps all values. If more micro-batches made the step slower, even more do not
-    help.
+    The candidate cannot be faster than a plan that keeps all values. A candidate without a proposal differs in having
+    more micro-batches. It does not help if the step of the last plan takes more than `_SLOWER` times the fastest step.
     """
     if any(each.is_plain for each in found):
         return False
@@ -128,10 +128,11 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
     """Return the plan of a candidate.
 
-    If the time budget cut the search, and the plan is slow, the candidate's exact recipe is planned too.
+    If the time budget cut the search, and the candidate has no plan or a slow plan, its exact recipe is planned too.
+    Then the faster plan is returned.
 
     Raises:
-        DoesNotFitError: neither has a plan.
+        DoesNotFitError: neither the candidate nor its exact recipe has a plan.
     """
     made, failure = None, None
     try:

@@ -128,13 +128,13 @@ _PLAINLY = LoweringOptions(with_overlap=False)
 
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
-    """Return the memory of a lowered program, with optimizer state that the program does not hold."""
+    """Return the memory of a lowered program, plus optimizer state that the program lacks (`_state_beside`)."""
     parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
-    """Bytes on a rank of optimizer state that the program does not hold, because the update is not traced."""
+    """Return the bytes on a rank of the optimizer state that the program lacks because the update is not traced."""
     space, counts = planning.space, planning.repeated.site_counts()
     total = 0
     for name in planning.liveness.parameters:

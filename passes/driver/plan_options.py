@@ -26,8 +26,8 @@ class PlanOptions:
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: whether an operator without a sharding rule is an error.
         with_baselines: whether to price the known recipes too, such as FSDP.
-        before: a plan of the program to start from. If it fits, the result is no slower. A plan of another mesh counts
-            without its recomputation and offload.
+        before: a plan of the program to start from. If this plan fits, the result is no slower. A plan of another mesh
+            counts without its recomputation and offload.
         micro_batches: number of micro-batches in a training step; the program is for one micro-batch.
         load: number of stages and of micro-batches in flight on a pipeline rank.
         dispatch: the way in which the host launches operators, see `cost_models.device.Device.dispatch`.

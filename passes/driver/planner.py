@@ -91,7 +91,7 @@ class Planner:
         cluster: the hardware of the prices; None: this machine.
         fixed: the plan that training calls must use.
         made: a finished plan, for calls of its program on its mesh.
-        before: a plan that searches begin with; the result is no slower if it fits.
+        before: a plan that searches begin with. If this plan fits, the result is no slower.
         precision: the type of computation if the model's parameters are wider; None: the model's own types.
         traced: the program of training calls, if it is traced already.
         traces: a store of programs for all candidates of one call of `plan`; None: each call is traced.
@@ -104,7 +104,7 @@ class Planner:
         with_native: whether torch's fused kernels run semantic operators; otherwise their definitions run.
         cuda_graph: whether predictions are for steps launched from CUDA graphs.
         recipe: restricts the search; None: no restriction.
-        change: the change of a question.
+        change: the change that a question makes (`passes.questions.change`).
         gather_outputs: whether outputs are made whole on every rank, except constrained outputs.
         progress: whether searches show their progress, see `search_bar`.
         ceiling: the time limit of several searches together; None: each has its own. `begun` sets it.
@@ -209,7 +209,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program of a call without inner blocks, or None. `margin` is a number as in `_MARGINS`."""
+        """Return the traced program without inner blocks, or None if all must stay; `margin` is as in `_MARGINS`."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -259,7 +259,7 @@ class Planner:
     def begun(self) -> tuple[Planner, Ceiling]:
         """Return the planner with a time limit for several searches, and this limit.
 
-        A limit that runs already is kept.
+        If the planner has a limit already, this limit is kept.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
@@ -446,7 +446,7 @@ class Planner:
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
-        """Return a plan with all blocks; None if it is not of this call."""
+        """Return a plan expanded to all blocks of the program; None if the plan is not for this call."""
         try:
             return expand_for(plan, program, request, self.trace)
         except PlanMismatchError as error:
@@ -458,8 +458,8 @@ class Planner:
     ) -> tuple[PhasedProgram, VerificationReport | None]:
         """Return the program of one rank, and its proof if requested.
 
-        `predicted` is the lowered program of the prediction. It is used unless another program runs, for example with
-        kernels.
+        `predicted` is the lowered program of the prediction. It is returned if the ranks run it unchanged, for example
+        without kernels.
         """
         on_pass = verify_pass if verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)

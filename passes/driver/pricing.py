@@ -39,7 +39,10 @@ from passes.search.layers.price_model import PricedModel
 from passes.search.recipe_plan import recipe_plan
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
-"""For each model, its priced forms by shapes of inputs, loss and precision."""
+"""A cache: for each model, a dict of its traced and folded forms.
+
+The key of the dict has the shapes of inputs, the loss function and the precision.
+"""
 
 
 def price(
@@ -109,7 +112,7 @@ def priced_model(
 
     Args:
         model, example_inputs, loss_fn: the call to trace.
-        precision: the type of its products, see `narrow_dtype`; None: its own type.
+        precision: the type of the model's products, see `narrow_dtype`; None: the model's own type.
         whole_experts: whether each layer of experts is one operator, as in compiled programs. Other frameworks run its
             products one by one.
     """
@@ -174,7 +177,11 @@ def _fold(
 
 
 def _resized(leaf: Any, batch: int) -> Any:
-    """Return an empty input with another number of sequences. Only its shape and dtype are read."""
+    """Return an input on the meta device with `batch` sequences. An input that is no tensor is returned unchanged.
+
+    Raises:
+        TraceError: the input has no dims.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.ndim == 0:

@@ -27,7 +27,7 @@ Its arguments are the name of the problem, the best step so far (infinite for no
 def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | None]:
     """Show a bar on standard error that fills as the time budget runs out. Yield the function that updates it.
 
-    Nothing is shown, and None is yielded, if `progress` says so. On a terminal the bar disappears when the search ends.
+    Without a bar, None is yielded. On a terminal the bar disappears when the search ends.
     Elsewhere its last state stays.
 
     Args:

@@ -37,7 +37,7 @@ Kwargs = Mapping[str, Any]
 
 
 def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
-    """Prove every program compiled so far again, and return the proof of the latest, see `autoshard.verify`."""
+    """Prove again every program compiled so far, and return the proof of the latest, see `autoshard.verify`."""
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     if not isinstance(sharded, ShardedModule):
         raise TraceError(

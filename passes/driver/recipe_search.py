@@ -153,14 +153,14 @@ def problem_of(
 def base_recipe(
     model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
 ) -> Execution:
-    """Return the fields that all searched recipes of a call share."""
+    """Return an execution with the fields that all searched recipes of a call share: batch, precision, optimizer."""
     return Execution(
         global_batch=global_batch, precision=products_precision(model, precision), optimizer=optimizer_name(optimizer)
     )
 
 
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
-"""For the dtype of a model's parameters, the precisions that its products may have, the usual precision first."""
+"""A dict from the dtype of a model's parameters to the precisions of its products, the usual precision first."""
 
 
 def products_precision(model: nn.Module, asked: str | None) -> str:

@@ -87,7 +87,7 @@ class StagePlans:
             kept: by number, lowered stages that stay as they are, unless a rank lacks memory for them.
 
         Raises:
-            DoesNotFitError: a rank needs more memory than it has.
+            DoesNotFitError: a rank needs more memory than its device has.
         """
         start = time.perf_counter()
         cut = self._cut(program, request, cuts=before.cuts if before else (), homes=homes)
@@ -172,7 +172,8 @@ class StagePlans:
     ) -> CutProgram:
         """Return the programs of the stages, each with its update.
 
-        `cuts` and `homes` fix the cuts, see `SplitStages`.
+        `cuts` has the names of the first calls of all stages but the first stage; empty if the cuts are not fixed.
+        `homes` maps the name of a parameter to the stage that it must have.
         """
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
@@ -362,7 +363,7 @@ def _check_crossings(staged: StagedProgram) -> None:
     """Check the values that cross between stages: maker and reader agree in shape and dtype, and in the stages' order.
 
     Raises:
-        VerificationError: they disagree.
+        VerificationError: the maker and the reader of a value disagree.
     """
     for crossing in staged.crossings:
         made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)

@@ -47,7 +47,8 @@ class StageSearch:
         in_flight: for each rank, the most micro-batches that it holds.
         request: the call.
         before: a plan of the call in as many stages, with which searches begin.
-        problems: planning problems, by key or by number of a stage. They belong to one program and its cuts.
+        problems: a cache of planning problems for one program and its cuts. A key is the key or the number of a stage,
+            or (key of a stage, "short") for a program without inner blocks.
         found: results by key and memory limit: the number of the searched stage, and its plan and program.
         least: for keys without a plan within a limit, the bytes of the smallest plan.
         keys: for each stage, a key that alike stages share, see `stage_key`.
@@ -89,7 +90,7 @@ class StageSearch:
         )
 
     def alike(self, number: int) -> Sequence[int]:
-        """Return the numbers of all stages that are like stage `number`, with this number."""
+        """Return the numbers of all stages that are like stage `number`, including `number` itself."""
         return [other for other, key in enumerate(self.keys) if key == self.keys[number]]
 
     def problem(self, number: int) -> PlanningProblem:
@@ -143,7 +144,10 @@ class StageSearch:
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """Search a stage within a limit. If no plan fits, search within the bytes of the smallest known plan."""
+        """Return the plan and program of a stage within a limit in bytes.
+
+        If no plan fits, the limit is raised to the bytes of the smallest known plan, and these bytes go to `least`.
+        """
         try:
             return self._search_within(number, limit)
         except DoesNotFitError as error:

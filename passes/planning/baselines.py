@@ -47,7 +47,8 @@ def solve_baselines(
         allowed: masks of the options that the user's constraints allow, as in `Search`.
         before: a plan of the program, on this mesh or another mesh.
         elsewhere: plans on other meshes of as many devices. A recipe that uses every axis in the same way is left out
-            if it fits on one of these meshes with no more axes. Its plan here would hardly differ.
+            if it fits on one of these meshes. Only meshes with at most as many axes as this mesh count. Its plan here
+            would hardly differ.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -90,8 +91,8 @@ class BaselineSteps(Mapping[str, float | None]):
 
     Args:
         names: names of the recipes.
-        known: the steps that are known already.
-        predict: for each other recipe, the function that predicts its step.
+        known: a dict from a recipe to its step, for the steps that are predicted already.
+        predict: a dict from each other recipe to the function that predicts its step.
     """
 
     names: Sequence[str]
@@ -117,7 +118,10 @@ class BaselineSteps(Mapping[str, float | None]):
 
 
 def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
-    """Whether recipe `name` is among the baselines and may fit in memory. Unknown steps are not predicted for this."""
+    """Whether recipe `name` is among the baselines and may fit in memory.
+
+    A step that is not known yet is not predicted. Its recipe counts as fitting.
+    """
     known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
     return name in baselines and known.get(name, 0.0) is not None
 
@@ -159,7 +163,7 @@ _OUTER_AND_INNER: Mapping[str, tuple[Role, Role]] = {
 
 
 def known_recipes(mesh: Mesh) -> dict[str, Roles]:
-    """Return a dict from the name of each recipe to the role of each mesh axis under it."""
+    """Return a dict from the name of each recipe to its roles, which are a dict from mesh axes to roles."""
     *outer, inner = mesh.axis_names
     found: dict[str, Roles] = {name: dict.fromkeys(mesh.axis_names, role) for name, role in _EVERY_AXIS.items()}
     if outer:

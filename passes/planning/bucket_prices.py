@@ -37,7 +37,7 @@ class BucketPrice:
     """A function from a reshard step to its seconds, if the step's collective is a part of a bucket.
 
     Args:
-        alone: the price of a single step.
+        alone: a function from a reshard step to its seconds, if its collective runs alone.
         piece_bytes: bytes of one rank's piece of the bucket.
     """
 

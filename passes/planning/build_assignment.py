@@ -90,7 +90,7 @@ class PlanningProblem:
         return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
-        """Return the number of runs of the reshard on each link in a step of the whole model, in the order of links."""
+        """Return the number of runs of the reshard on each link of `space.links` in a step of the whole model."""
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
@@ -127,7 +127,7 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """Return the factor by which a value's bytes count; the bytes of a parameter include its optimizer state."""
+        """Return the factor for the bytes of a value: 1, or more for a parameter to include its optimizer state."""
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
     def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
@@ -220,9 +220,9 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[s
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
 ) -> dict[_EdgeKey, tuple[Link, int]]:
-    """Return one of the links that become one edge, and the number of runs of all these links in a step.
+    """Return a dict from each edge to one of its links, and the number of runs of all its links in a step.
 
-    The key of an edge is (variable of the tail, its result, variable of the head, its operand).
+    An edge is the tuple (variable of the tail, its result, variable of the head, its operand).
     """
     found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):

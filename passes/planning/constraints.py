@@ -55,8 +55,8 @@ def constraints_on(
 ) -> dict[str, PartitionSpec]:
     """Return the constraints that apply to a program.
 
-    Constraints on outputs that the program does not have are left out. So are constraints on optimizer state if
-    `without_state` is set, for example for an evaluation.
+    Constraints on outputs that the program does not have are left out. With `without_state`, for example for an
+    evaluation, constraints on optimizer state are left out too.
     """
     outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
     return {
@@ -126,7 +126,7 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
 def own_specs(site: Site) -> list[PartitionSpec]:
     """Return the spec of a site's value under each of its strategies.
 
-    The value is the first result of the site. For an output of the program it is the output.
+    The value is the first result of the site. If the site is an output of the program, the value is the output.
     """
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 

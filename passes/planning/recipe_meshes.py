@@ -43,15 +43,16 @@ def pipeline_ranks(mesh: Mesh) -> int:
 
 
 def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """Return the meshes that a recipe fits: one mesh, or one for each possible size of the axes that it leaves open.
+    """Return the meshes that a recipe fits.
 
-    If the recipe leaves `context` open, the mesh has a "context" axis only if no mesh is possible without it. Other
-    open axes may split the sequence too. Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
+    There is a mesh for each combination of sizes that the recipe leaves open. If the recipe leaves `context` open, a
+    mesh has the axis "context" only if no mesh is possible without it. Other open axes may split the sequence too.
+    Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
 
     Args:
         recipe: the recipe.
         devices: number of devices of each mesh.
-        per_node: number of devices in a node. Open sizes of `tensor` and `context` divide it.
+        per_node: number of devices in a node. Open sizes of `tensor` and `context` divide this number.
 
     Raises:
         RecipeError: no sizes of the open axes multiply to `devices`, or the recipe has a schedule without a pipeline.

@@ -352,7 +352,7 @@ def users(planning: PlanningProblem) -> list[str]:
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Restrict a site to the strategies that split its value (`split`), or to those that do not.
+    """Restrict a site to the strategies that split its value; without `split`, to the strategies that do not split it.
 
     Return False, and restrict nothing, if no allowed strategy is left.
 

@@ -55,7 +55,7 @@ class Searchable(Protocol):
 
     @property
     def assignment(self) -> Assignment:
-        """The problem, without memory rows."""
+        """The assignment problem, without memory rows."""
         ...
 
     def usage(self, choice: Sequence[int], /) -> np.ndarray:

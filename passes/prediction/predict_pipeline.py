@@ -50,7 +50,8 @@ class PipelinePrediction:
 
     Args:
         whole: prediction of the whole step.
-        stages: prediction of each stage's plan; its step time is the stage's own busy time, its memory is the rank's.
+        stages: prediction of each stage's plan. The step time is the busy time of the stage, and the memory is the
+            memory of the stage's rank.
         memory: memory of each rank.
     """
 
@@ -64,9 +65,9 @@ class _Walked:
     """The times of one stage.
 
     Args:
-        phases: name of a phase to its simulated times.
-        runs: name of a phase to its number of runs in a step; absent phases run once.
-        sent_bytes: mesh axis to the bytes that a rank sends over it in a step.
+        phases: a dict from the name of a phase to its simulated times.
+        runs: a dict from the name of a phase to its number of runs in a step; absent phases run once.
+        sent_bytes: a dict from a mesh axis to the bytes that a rank sends over it in a step.
         launches: number of kernel launches in a step.
     """
 
@@ -181,7 +182,7 @@ def _with_adding(backward: Segment, seconds: float) -> Segment:
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """Return how often each phase of a stage runs in a step; absent phases run once."""
+    """Return a dict from the name of a phase of a stage to its number of runs in a step; absent phases run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 

@@ -61,7 +61,9 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
 
 
 _Key = tuple[int, int, int]
-"""A sort key of events: region, number of the copy of b if it is b's region, and number of the region's anchors passed.
+"""The sort key of an event: (region, number of the copy of b, number of the region's anchors before the event).
+
+Outside of b's own region, the number of the copy is 0.
 """
 
 

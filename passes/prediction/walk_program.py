@@ -47,7 +47,7 @@ class WalkedStep:
 
     Args:
         segments: the phases in the order in which they run; forward and backward occur once for each micro-batch.
-        sent_bytes: mesh axis to the bytes that a rank sends over it in a step.
+        sent_bytes: a dict from a mesh axis to the bytes that a rank sends over it in a step.
         adding_s: seconds to add the gradients of one micro-batch to their sums.
     """
 
@@ -139,7 +139,7 @@ class _PhaseWalk:
         prices: prices of nodes.
         units: the units of repeated blocks.
         ops: the operations so far, in order.
-        begun: node of a collective to the index in `ops` of each of its copies, by the number of the copy.
+        begun: for the node of a collective, a dict from the number of a copy to the index in `ops` of its start.
     """
 
     name: str
@@ -189,7 +189,9 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether the whole program has this copy of a wait. A bucket of several units is waited for only once."""
+        """Whether the whole program waits for copy `copy` of the collective `behind`.
+
+        A bucket of several units is waited for only once."""
         share = 1 / size_in_whole_program(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)

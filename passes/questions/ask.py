@@ -28,12 +28,12 @@ from passes.questions.roles import SpecOf, has_role
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{SHARE} more memory", "twice the memory", "memory without limit"
 _MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
-"""Name of a change to the factor on the memory limit that `limits` tries."""
+"""The memory limits that `limits` tries: a dict from the name of a change to the factor on the limit."""
 
 _SAVINGS = ("recompute", "offload")
 
 Way = Mapping[str, str]
-"""A way to have a feature: mesh axis to the role that it must have, e.g. {"model": "tensor"}."""
+"""A way to have a feature: a dict from a mesh axis to the role that it must have, e.g. {"model": "tensor"}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class Questions:
     ) -> tuple[str, list[Variant | None]]:
         """Return the ways that the plan already uses, in words, and the cost of the fastest plan with each other way.
 
+        The cost is None for a way that does not apply to the model.
+
         Args:
             plan: the plan that the question is about.
             problems: the planning problem of each stage.
@@ -142,7 +144,10 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the cost of the fastest plan under each restriction of recipes, and why a restriction failed, or "".
+        """Return the costs of the fastest plans under restrictions of recipes, and an error message.
+
+        The cost is None if the restriction does not apply to the model. A restriction whose planning raises
+        `NotAvailableError` has no cost. The message is that of the last such error, or "".
 
         Args:
             plan: the plan that the question is about.
@@ -226,7 +231,7 @@ def _use(plan: Plan, feature: str) -> str:
 
 
 def _saved(plan: Plan, feature: str) -> int:
-    """Return the number of values that a plan recomputes, or offloads, over all stages."""
+    """Return the number of values that all stages recompute, or that they offload if `feature` is "offload"."""
     found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
     return sum(len(names) for each in found for names in each.values())
 
@@ -276,7 +281,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a name is internal, and not chosen by a user: for example, of a value that stages exchange."""
+    """Whether a name is internal, so that no user chose it: for example, the name of a value that stages exchange."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 

@@ -14,7 +14,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import Roles
 
 Fields = Mapping[str, Collection[object]]
-"""Name of a field of `autoshard.Recipe` to its allowed values."""
+"""A dict from the name of a field of `autoshard.Recipe` to its allowed values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class Change:
 
     Args:
         stage: index of the pipeline stage with the sites in `specs`.
-        specs: name of a site to the spec that its value must have.
-        roles: mesh axis to the role that it must have, in all stages.
+        specs: a dict from the name of a site to the spec that its value must have.
+        roles: a dict from a mesh axis to the role that it must have, in all stages.
         without: "recompute" or "offload"; the plan must not use it.
-        fields: name of a recipe field to its allowed values. The new plan may be for another mesh.
+        fields: a dict from a recipe field to its allowed values. The new plan may be for another mesh.
         memory: factor on the memory limit; infinite for no limit.
         faster: returns the cluster with one part faster, or None if the cluster lacks the part.
     """
@@ -60,7 +60,7 @@ class Replan(Protocol):
         ...
 
     def missing(self, feature: str) -> str:
-        """Return why no recipe of this model can have a feature; "" if some recipe may have it."""
+        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it."""
         ...
 
     def kernels(self, plan: Plan) -> Kernels:

@@ -24,7 +24,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("recomputation", "checkpoint", "checkpointing", "activation-checkpointing", "remat"),
     "offload": ("offloading", "cpu-offload", "activation-offloading"),
 }
-"""Feature to its synonyms. Case, `_`, spaces, the word "parallel", and the dash of ZeRO's stages are ignored."""
+"""A dict from each feature to its synonyms.
+
+Case, `_`, spaces, the word "parallel", and the dash of ZeRO's stages are ignored.
+"""
 
 _OWN = {other: name for name, others in NAMES.items() for other in (name, *others)}
 
@@ -52,8 +55,8 @@ class Feature:
     """The values of recipe fields with which a recipe has a feature.
 
     Args:
-        ways: name of a way to have the feature to the allowed values of recipe fields.
-        without: ways to lack the feature, each as allowed values of recipe fields.
+        ways: a dict of the ways to have the feature. It maps a way's name to the allowed values of recipe fields.
+        without: the ways to lack the feature. Each way is a dict from recipe fields to their allowed values.
     """
 
     ways: Mapping[str, Fields]
@@ -108,4 +111,4 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "offload": Feature({"offload of activations": {"offload": ("activations",)}}, ({"offload": ("none",)},)),
 }
-"""Name of a feature to the values of recipe fields that express it."""
+"""A dict from the name of a feature to the values of recipe fields that express it."""

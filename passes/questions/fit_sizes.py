@@ -25,7 +25,7 @@ from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
-"""Name of a symbol to the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
+"""A dict from the name of a symbol to the dim whose size it stands for, e.g. {"batch": 0} for dim 0 of every input.
 
 If inputs differ in this dim, the value is a dict from the input's name to its dim, e.g. {"batch": {"input:0": 0}}.
 """
@@ -57,7 +57,7 @@ class InputSize:
     def trials(self) -> tuple[int, ...]:
         """Four sizes at which to observe the model; the first is the example's own size.
 
-        The others are smaller if possible, because a longer sequence may exceed the model's number of positions.
+        The other sizes are smaller if possible, because a longer sequence may exceed the model's number of positions.
         """
         value = self.value
         if value >= 8 * self.step and value % (4 * self.step) == 0:
@@ -91,8 +91,8 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
     Args:
         args, kwargs: the example inputs.
         dims: the dims of each symbol. By default, `batch` is the first dim of every input. `sequence` is the second dim
-            if some input looks like sequences: integers with at least two dims, or a tensor with three dims. It belongs
-            to all inputs whose second dim is as long as that of the first such input.
+            if some input looks like sequences: integers with at least two dims, or a tensor with three dims. The
+            symbol belongs to all inputs whose second dim is as long as the second dim of the first such input.
 
     Raises:
         FormulaError: no input has one of the dims, or `dims` is no mapping.

@@ -24,8 +24,8 @@ class FittedProgram:
 
     Args:
         program: the program for the example inputs.
-        shapes: name of a node to the global shapes of its tensor results, with expressions as dims.
-        places: name of a node to its block; nodes outside of blocks are absent.
+        shapes: a dict from the name of a node to the global shapes of its tensor results. The dims are expressions.
+        places: a dict from the name of a node to its block; nodes outside of blocks are absent.
         sizes: the input sizes that are symbols.
         samples: the programs traced so far, by the values of `sizes`.
         trace: traces the program at other values of `sizes`.
@@ -39,7 +39,11 @@ class FittedProgram:
     trace: Callable[[Point], Program] = field(repr=False)
 
     def at(self, point: Point) -> Program:
-        """Return the program at other input sizes. Raises DoesNotRunError."""
+        """Return the program at other input sizes.
+
+        Raises:
+            DoesNotRunError: the model does not run with these sizes.
+        """
         if point not in self.samples:
             self.samples[point] = self.trace(point)
         return self.samples[point]

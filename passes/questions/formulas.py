@@ -48,10 +48,13 @@ _OF_STEP = ("step_flops", "rank_flops", "tokens")
 
 
 class Counts(Protocol):
-    """Counts the FLOPs, bytes or elements that make up a quantity of a plan, as expressions in symbols."""
+    """The interface of counters: they count the FLOPs, bytes or elements of a plan as expressions in symbols."""
 
     def sizes(self, dims: InputDims | None) -> tuple[InputSize, ...]:
-        """Return the input sizes that may be symbols; `dims` is the argument of `Plan.formula`."""
+        """Return the input sizes that may be symbols.
+
+        `dims` maps a symbol to the dim whose size it stands for. None means the usual symbols, see `input_sizes`.
+        """
         ...
 
     def lists(self) -> Sequence[BlockList]:
@@ -69,14 +72,14 @@ class Counts(Protocol):
             plan: the plan.
             name: the quantity, one of `QUANTITIES`, or "communication_bytes_data" for one axis.
             sizes: the input sizes that are symbols; the other sizes are those of the example inputs.
-            axes: name of a mesh axis to its size, a symbol or a number.
+            axes: a dict from a mesh axis to its size, a symbol or a number.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFormulas:
-    """The formulas of a plan. They refer to the plan's model, so they are dropped when the plan is pickled."""
+    """The formulas of a plan. The formulas need the plan's model, so a pickled plan has no formulas."""
 
     counts: Counts
 
@@ -116,7 +119,7 @@ class PlanFormulas:
 
 
 def _no_formulas() -> None:
-    """Return None, the formulas of a plan that was pickled."""
+    """Return None, which stands for the formulas of a plan that was pickled."""
 
 
 def _check_name(name: str, axes: Iterable[str]) -> None:
@@ -224,7 +227,7 @@ class CountsOfPlan:
         return known
 
     def _sends(self, plan: Plan, number: int) -> Mapping[str, int]:
-        """Return how often a stage sends each of its values to stages on other ranks, in one micro-batch, by name."""
+        """Return a dict from the name of a value to how often a stage sends it to other ranks in one micro-batch."""
         assert plan.order is not None, "a plan with stages has an order"
         ranks, found = plan.order.stage_ranks, Counter[str]()
         for crossing in self._cut(plan, self.request, (plan.cuts,)).crossings:

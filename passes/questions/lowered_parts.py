@@ -102,7 +102,9 @@ def contracts(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
-    """Return the FLOPs of a call, given the dims of all its operands and then of all its results, in one sequence.
+    """Return the FLOPs of a call from its dims.
+
+    `dims` has the dims of all operands, followed by the dims of all results, as one flat sequence.
 
     Raises:
         FormulaError: the FLOPs depend on which of two sizes is larger.

@@ -50,7 +50,7 @@ class PlanCounts:
     Args:
         fitted: the prepared program that the plan is for, with fitted shapes.
         plan: the plan.
-        axes: name of a mesh axis to its size, a symbol or a number.
+        axes: a dict from a mesh axis to its size, a symbol or a number.
         step_cost: returns the price of one step of a reshard on the plan's own mesh.
     """
 
@@ -88,7 +88,10 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Yield the bytes that a stage sends to other stages, given how often it sends each value, by name."""
+        """Yield the bytes that a stage sends to other stages.
+
+        `sends` maps the name of a value to the number of times that the stage sends it.
+        """
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 
@@ -178,7 +181,7 @@ class PlanCounts:
 
         Args:
             site: the traced node that the part belongs to.
-            seen: index of a lowered program to the dims of the part in this program.
+            seen: a dict from the index of a lowered program to the dims of the part in this program.
             label: the part's label.
         """
         shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
@@ -212,7 +215,7 @@ class PlanCounts:
 
     @cached_property
     def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """The steps of all reshards, by (reader, maker, index of the maker's result)."""
+        """A dict from (reader, maker, index of the maker's result) to the steps of the reshard between the two."""
         found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
         for place, steps in self._steps.items():
             found[place[:3]] += steps
@@ -244,7 +247,7 @@ class PlanCounts:
 
         Args:
             site: the traced node that the part belongs to.
-            sizes: index of a lowered program to the dim in this program.
+            sizes: a dict from the index of a lowered program to the dim in this program.
             label: the part's label, for the message.
 
         Raises:

@@ -54,9 +54,9 @@ _HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_pa
 _STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 
 Tally = Mapping[str, Any]
-"""Name of a number ("flops", "saved_bytes", "forward tensor") to its value for a layer class.
+"""The numbers of a layer class: a dict from a name ("flops", "saved_bytes", "forward tensor") to a value.
 
-The value is for one micro-batch on one rank.
+Each value is for one micro-batch on one rank.
 """
 
 
@@ -145,7 +145,7 @@ class CountsOfPrice:
         return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Return pairs of sizes to price at: two micro-batch sizes, then two sizes of each axis of `_split`."""
+        """Return pairs of sizes to price at: two micro-batch sizes, then two sizes of each axis of several ranks."""
         own = self.recipe.micro_batch
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
@@ -200,7 +200,7 @@ class _RecipeCounts:
         recipe: the recipe; its flags, dtypes and schedule are used, its sizes are not.
         batch: number of sequences of a step.
         micro_batch: number of sequences in one forward of one data-parallel replica.
-        axes: "data", "context", "tensor", "expert" and "pipeline" to their sizes.
+        axes: a dict from "data", "context", "tensor", "expert" and "pipeline" to the size of the axis.
     """
 
     recipe: Execution
@@ -232,7 +232,9 @@ class _RecipeCounts:
         return whole["parameters"] + whole["expert_parameters"]
 
     def sent_between_stages(self, blocks: Sequence[Tally]) -> dict[str, Any]:
-        """Return the bytes that a rank sends for values between stages in a step, forward and backward, by axis.
+        """Return a dict from an axis to the bytes that a rank sends over it in a step for values between stages.
+
+        The bytes are those of forward and backward together.
 
         Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.
         """
@@ -245,7 +247,7 @@ class _RecipeCounts:
         return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
 
     def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
-        """Return a tally with this micro-batch and these sizes of axes in place of its symbols."""
+        """Return a tally in which the symbols are replaced by `micro_batch` and by the sizes `axes`."""
         at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
         return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
 

@@ -93,6 +93,6 @@ _ATTEMPTS = 6
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """Return a solution with another lower bound, which is at most its cost."""
+    """Return a solution with the lower bound `bound`, or with its cost as the lower bound if the cost is less."""
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

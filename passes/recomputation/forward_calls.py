@@ -18,8 +18,8 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 class ForwardCalls:
     """The calls of the forward of a search space.
 
-    A link joins a result of a site (a node) to a site that reads it. `readers` has the links from a site by the site's
-    name, and `operands` has the links to it.
+    A link joins a result of a site (a node) to a site that reads it. `readers` is a dict from the name of a site to
+    the links from it. `operands` is a dict from the name of a site to the links to it.
     """
 
     space: SearchSpace

@@ -215,7 +215,7 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Return the last point at which a second life is counted. The last reader then counts the memory."""
+        """Return the last point at which the second life of result `result` of site `name` is counted."""
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
@@ -339,7 +339,7 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """Return the item of the sites `names`.
+        """Return the item with an interval and a table of bytes. The axes of the table belong to the sites `names`.
 
         The item of a recomputation exists only if the recomputation happens.
         """

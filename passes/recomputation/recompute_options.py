@@ -84,7 +84,7 @@ class RecomputeOptions:
         return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
     def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
-        """Return the number of sites of the whole program that may have one of some policies.
+        """Return the number of sites of the whole program that may have any of the given policies.
 
         `counts` says how many sites each site stands for, see `PlanningProblem.counts`.
         """
@@ -95,7 +95,9 @@ class RecomputeOptions:
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """Return the policies worth considering for each variable. All sites of a variable have the same policies.
+    """Return the possible policies of each variable (see the module's docstring).
+
+    All sites of a variable have the same policies.
 
     Args:
         planning: the problem without recomputation.
@@ -144,7 +146,9 @@ class _OptionSearch(ForwardCalls):
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """Return the variables worth recomputing, and the variables that recomputations may need kept.
+        """Return the variables to recompute, and the variables that recomputations may need kept.
+
+        The variables to recompute are those of `_worthwhile`, and those of operands in the same segment.
 
         `members` has the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
         """
@@ -171,12 +175,15 @@ class _OptionSearch(ForwardCalls):
         return name not in self.first_read
 
     def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
-        """Return the variables worth offloading."""
+        """Return the variables whose values may be offloaded.
+
+        The values are large and read by the backward, or their variable is in `held`. All of them pass `may_move`.
+        """
         movable = {number for number, names in members.items() if all(map(self.may_move, names))}
         return set(self._worthwhile(members, movable)) | (held & movable)
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
-        """Return the variables among `pure` whose values are large and read by the backward."""
+        """Return the variables of `pure` with at least `least_share` of the bytes of values that the backward reads."""
         read = self.first_read
         sizes = {
             number: sum(self.counts.get(name, 1) * _size(self.space.sites[name]) for name in names if name in read)
@@ -233,8 +240,9 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Return, for each site to recompute, the index of the site before which LATE recomputes it. The last sites are
-        first.
+        """Return, for each site to recompute, the index of the site before which LATE recomputes it.
+
+        The keys are in reverse program order.
 
         The backward reads the value there, or recomputes a reader of the value.
         """

@@ -46,7 +46,7 @@ class RecomputeProblem:
         planning: the problem without recomputation. Here each of its options is repeated for each policy.
         options: the possible policies.
         assignment: the costs of options and pairs of options, without rows for memory.
-        usage: bytes in use at each program point under a choice.
+        usage: a function from a choice to the bytes in use at each program point.
     """
 
     planning: PlanningProblem
@@ -61,7 +61,7 @@ class RecomputeProblem:
 
     @property
     def liveness(self) -> Liveness:
-        """The lifetimes without recomputation."""
+        """The lifetimes of values in the program without recomputation."""
         return self.planning.liveness
 
     def memory_row(self, point: int) -> MemoryRow:
@@ -105,7 +105,7 @@ class RecomputeProblem:
     def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
         """Return the policy of each value that a choice recomputes or offloads, by site.
 
-        A view of a held value is not recomputed if it needs no reshard, because it is held too.
+        Views of held values are absent if they need no reshard, because the held value keeps their memory.
         """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, ValuePolicy] = {}
@@ -122,7 +122,7 @@ class RecomputeProblem:
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether the value of a link is resharded."""
+        """Whether a choice reshards the value of a link for its reader."""
         base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
@@ -241,8 +241,9 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Return the costs of an edge for each pair of options and policies.
+        """Return the costs of an edge, [options of the tail, options of the head].
 
+        `allowed` has the allowed pairs of policies, [tail policies, head policies]. Other pairs cost infinity.
         Edges that share a cost table share the result.
         """
         heads = self.options.of(edge.head)
@@ -276,5 +277,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """Return how often a call runs in a step under a policy."""
+    """Return how often a call runs in a step: 2 under a policy that recomputes its value, otherwise 1."""
     return 2 if policy in RECOMPUTED else 1

@@ -55,7 +55,7 @@ def solve_jointly(
         peak_of: counts the memory of a choice on its lowered program.
         recompute: whether values may be recomputed. Without recomputation nothing is offloaded.
         offload: whether values may go to the host, on devices with a link to a host.
-        before: a known solution. If it fits, the result costs no more.
+        before: a known solution. If this solution fits, the result costs no more.
 
     Raises:
         DoesNotFitError: no choice fits with any recomputation and offload.
@@ -85,7 +85,7 @@ def _solve_jointly(
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
-    """Return the result of `solve_jointly` without a known solution."""
+    """Return the result that `solve_jointly` has if `before` is None."""
     if not recompute:
         return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
@@ -120,8 +120,8 @@ def solve_with_room(
 ) -> JointSolution | None:
     """Return the cheapest choice found in a memory limit that is smaller by `ROOM`.
 
-    None if `found`, the result of `solve_jointly`, leaves that room, if nothing fits, or if time is up. The arguments
-    are those of `solve_jointly`.
+    `found` is the result of `solve_jointly`, and the other arguments are those of `solve_jointly`. Return None if
+    `found` fits in the smaller limit, if no choice fits in it, if time is up, or without a memory limit.
     """
     if search.memory_limit_bytes is None or search.control.is_over():
         return None
@@ -247,7 +247,7 @@ def _problem(
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """Return a solution of a problem with recomputation as strategies and restored values."""
+    """Return `found`, a solution of `problem`, as a choice of strategies with restored values."""
     restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
     running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(

@@ -101,7 +101,7 @@ def _sites(
 
 
 def _second_life(site: Site, name: str) -> Site:
-    """Return a site with the value of another site, in memory of its own. A view stays a view."""
+    """Return a site `name` that copies the value of another site after the forward. A view stays a view."""
     assert site.node is not None, "calls have nodes"
     node = site.node
     if not site.is_alias:

@@ -21,7 +21,10 @@ def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf)
     choice, restored = found.solution.choice, found.restored
 
     def without(left: Restored) -> tuple[int, float]:
-        """Return bytes saved at the peak, and seconds added to the step, compared with restoring `left` alone."""
+        """Return the bytes that the solution saves at the peak, and the seconds that it adds to a step.
+
+        The comparison is with a program that restores only the nodes of `left`.
+        """
         other = with_restored(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

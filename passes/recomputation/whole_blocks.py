@@ -43,10 +43,10 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Return the problem without recomputation, and a solution with the nodes that it recomputes and offloads.
+    """Return the problem that `with_whole_blocks` took, and `found` with its recomputed and offloaded nodes.
 
-    `found` is a solution of a problem that `with_whole_blocks` made. The result has the problem from which it was
-    made. A solution of any other problem is returned unchanged, with its own problem.
+    `found` is a solution of the problem that `with_whole_blocks` returned. A solution of any other problem is returned
+    unchanged, with its own problem.
 
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.

@@ -116,9 +116,9 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 
 
 def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
-    """Seconds in which a rank sorts exchanged tokens by expert, or back.
+    """Return the seconds in which a rank sorts exchanged tokens by expert, or restores the order of the tokens.
 
-    A merged dispatch sorts the tokens itself, so the result is then 0.
+    The result is 0 for a merged dispatch, which sorts the tokens itself, and for other axes than the expert axis.
     """
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0

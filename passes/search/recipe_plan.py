@@ -42,7 +42,7 @@ def recipe_plan(
         cluster: the hardware, with as many devices as the recipe needs.
 
     Raises:
-        RecipeError: see `autoshard.price`.
+        RecipeError: the recipe does not suit the model or the cluster.
     """
     start = time.monotonic()
     prediction = predict_recipe(priced.counted, recipe, cluster)
@@ -103,7 +103,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
     """Return the bytes of offloaded activations in the host's memory for each device.
 
     Raises:
-        RecipeError: the host has less memory.
+        RecipeError: the host's memory is smaller than these bytes.
     """
     if recipe.offload != "activations":
         return 0

@@ -103,7 +103,10 @@ def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: 
 
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
-    """Return the micro-batches that each rank holds at its peak, as a mean over its virtual stages, [pipes, ranks]."""
+    """Return the number of micro-batches that each rank holds at its peak, [pipes, ranks].
+
+    The number is a mean over the virtual stages of the rank.
+    """
     held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
     return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 

@@ -29,7 +29,7 @@ class RecipeProblem:
     Args:
         counted: the model.
         cluster: the cluster; all of its devices are used.
-        base: the global batch, and the fields that are not searched (other than `recipe_space.SEARCHED`).
+        base: an execution with the global batch and all fields that are not in `recipe_space.SEARCHED`.
         memory_limit: bytes of a device that recipes may take.
         least_tokens: the smallest number of tokens of a sequence on a context rank.
         pinned: for some searched fields, their allowed values in every search, see `recipe_constraints`. Pinned tensor
@@ -47,7 +47,7 @@ class RecipeProblem:
 
     @cached_property
     def pricer(self) -> RecipePricer:
-        """The prices that all searches of the problem share."""
+        """The pricer of recipes. All searches of the problem share it, and so its prices."""
         return RecipePricer(self.counted, self.cluster)
 
     @cached_property
@@ -60,7 +60,7 @@ class RecipeProblem:
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
     def within(self, memory_limit: float) -> RecipeProblem:
-        """Return this problem with another memory limit; the two share prices."""
+        """Return this problem with another memory limit. Both problems share their prices."""
         other = replace(self, memory_limit=memory_limit)
         other.pricer = self.pricer
         return other
@@ -122,7 +122,7 @@ class RecipeProblem:
         return next(self.space().recipes(), None) is not None
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no recipe of the model can have a feature, or "".
+        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it.
 
         `feature` is a name of `why_not`: "expert", "context", "pipeline", "recompute" or "offload".
         """
@@ -180,7 +180,10 @@ class RecipeProblem:
 
 
 def _both(one: Only, other: Only) -> Only:
-    """Return the restriction that holds both restrictions: for each field the values that both allow."""
+    """Return the restriction to recipes that two restrictions allow.
+
+    A field in both restrictions keeps the values that both allow. Any other field keeps its values.
+    """
     common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
     return {**one, **other, **common}
 
@@ -216,11 +219,11 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
 
 
 def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
-    """Return the recipe of another plan for this problem, or the fastest similar recipe, or None.
+    """Return a recipe of the problem that is equal or similar to the recipe `before` of another plan, or None.
 
-    The recipe `before` itself is returned if it fits and keeps the constraints. Similar recipes split a micro-batch in
-    the same way (`alike`), and may have other numbers of replicas or pipeline ranks. None means that no similar recipe
-    exists, or that the ceiling ends the search first.
+    If `before` fits and keeps the constraints, it is returned. Otherwise the fastest similar recipe is returned.
+    Similar recipes split a micro-batch in the same way (`alike`), and may have other numbers of replicas or pipeline
+    ranks. None means that no similar recipe fits, or that the ceiling ends the search first.
     """
     try:
         recipe = problem.base.of(before)
@@ -238,5 +241,8 @@ _ALIKE = (
 
 
 def alike(recipe: Recipe) -> Only:
-    """Return the restriction to recipes that split a micro-batch in the same way. They share the fields of `_ALIKE`."""
+    """Return the restriction to recipes that split a micro-batch in the same way as `recipe`.
+
+    Their fields in `_ALIKE` have the values of `recipe`. A field that is None in `recipe` is not restricted.
+    """
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

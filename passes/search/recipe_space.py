@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Devices that run a micro-batch together on one stage."""
+        """Number of devices that run a micro-batch together on one stage."""
         return self.tensor * self.context
 
 
@@ -143,7 +143,7 @@ def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = Fa
 
 
 class Sharding(NamedTuple):
-    """A ZeRO stage, and the number of replicas over which ZeRO shards. A `group` of 0 means all replicas."""
+    """The ZeRO stage `zero`, and the number `group` of replicas over which ZeRO shards. 0 means all replicas."""
 
     zero: int = 0
     group: int = 0
@@ -165,7 +165,8 @@ class RecipeSpace:
         least_tokens: the smallest number of tokens of a sequence on a context rank, where inputs are tokens.
         offloads: whether activations may go to the host.
         only: for some searched fields, their allowed values. A group of all replicas is `zero_group=None`.
-        zero_groups: a further restriction of `zero_group`. Here a group of all replicas may be given as their number.
+        zero_groups: a further restriction of `zero_group`. Here the number of all replicas may stand for a group of
+            all replicas.
         runs: whether to have only recipes with a program that `compile` can run.
 
     Raises:
@@ -237,7 +238,7 @@ class RecipeSpace:
         return [size for size in sizes if any(True for _ in self.pipelines(layout._replace(micro_batch=size)))]
 
     def pipelines(self, layout: Layout) -> Iterator[int]:
-        """Return the possible numbers of pipeline ranks for a layout, rising."""
+        """Yield the possible numbers of pipeline ranks for a layout, the smallest first."""
         for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
@@ -367,7 +368,7 @@ def _fields_of(recipe: Execution) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, rising."""
+    """Return the divisors of a number, the smallest first."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return (*small, *(number // size for size in reversed(small) if size * size != number))
 

@@ -36,8 +36,9 @@ class FoundRecipe:
 
     Args:
         recipe: the best recipe that was priced, or None. In a complete search None means that no recipe fits.
-        objective: seconds of a step under the recipe, or its bytes if memory is searched; infinite without a recipe.
-        lower_bound: no recipe of the set has a lower objective.
+        objective: seconds of a step under the recipe, or bytes of its peak memory if memory is minimised; infinite
+            without a recipe.
+        lower_bound: a lower bound of the objectives of all recipes of the set.
         is_complete: whether the search came to its end, so that no recipe is better.
         was_interrupted: whether Ctrl-C ended the search.
         priced, nodes: the number of priced recipes, and the number of entries that were made.
@@ -71,7 +72,10 @@ It is called after every new best recipe, and after every `_ENTRIES_BETWEEN_WATC
 """
 
 _FIRST_SPLITS = 4
-"""The number of entries to split each time that layouts were put on the heap, so that a first recipe is found early."""
+"""The number of entries that are split after each tuple of layouts is put on the heap.
+
+These splits find a first recipe early.
+"""
 
 _ENTRIES_BETWEEN_WATCHES = 256
 """The number of entries between two calls of `watch`."""
@@ -92,7 +96,7 @@ def search_recipes(
 
     Args:
         space: the set of recipes.
-        pricer: computes their times and memory.
+        pricer: computes the times and memory of recipes.
         memory_limit: bytes of a device.
         smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
         ceiling: a limit that may end the search; None: no limit.
@@ -116,7 +120,8 @@ def search_recipes(
 class _LayoutSet(NamedTuple):
     """All recipes with a layout and an activation policy.
 
-    `others` are the layout's policies that take longer. Their entries are made when this set is split.
+    `others` are the layout's activation policies that take longer than `policy`. When this set is split, each policy of
+    `others` gets an entry.
     """
 
     layout: Layout
@@ -181,7 +186,7 @@ class _BestFirst:
         return True
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
-        """Return the result so far."""
+        """Return the result of the search so far."""
         bound, elapsed_s = min(self.bound, self.objective), time.monotonic() - self.start
         ended = (is_complete, was_interrupted, self.priced, self.nodes, elapsed_s)
         return FoundRecipe(self.best, self.objective, bound, *ended)
@@ -218,7 +223,10 @@ class _BestFirst:
                     break
 
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
-        """Put a layout with an activation policy on the heap if it may fit; return whether it may."""
+        """Put a layout with an activation policy on the heap, and return True.
+
+        Return False, and put nothing on the heap, if the least memory of all its recipes exceeds the memory limit.
+        """
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
         needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
@@ -229,7 +237,11 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Put the layout's other policies on the heap, and this policy with each number of ranks and each sharding."""
+        """Put the parts of a set on the heap.
+
+        The parts are the layout with each policy of `node.others`, and the set's own policy with each number of
+        pipeline ranks and each sharding. `bound` is the lower bound of the set.
+        """
         for policy in node.others:
             self._open(node.layout, policy)
         for ranks in self.space.pipelines(node.layout):
@@ -254,7 +266,10 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe of a set, for bounds that do not depend on the pipeline's schedule."""
+        """Return a recipe with `ranks` pipeline ranks. Several ranks have the schedule 1F1B.
+
+        The recipe is for bounds that do not depend on the schedule.
+        """
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)
 

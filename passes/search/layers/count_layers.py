@@ -128,8 +128,9 @@ class Saved:
 
     Args:
         value: the value.
-        is_core: whether it belongs to attention's core.
-        is_operand: whether only products that make parameters' gradients read it, so it may have their precision.
+        is_core: whether the value belongs to attention's core.
+        is_operand: whether only products that make parameters' gradients read the value. Then it may have the precision
+            of these products.
     """
 
     value: Sized
@@ -180,7 +181,7 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
 
 
 class _LayerCounter:
-    """Makes the layer classes of a program, one at a time."""
+    """Count the layer classes of a folded program: `layer` returns one layer class by name."""
 
     def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
         self.folded, self.layouts = folded, layouts
@@ -234,7 +235,7 @@ class _LayerCounter:
     def _operator(self, node: fx.Node) -> str:
         """Return the operator's name in the cost models.
 
-        Experts that are shared out over ranks have a name of their own.
+        A call of experts that are shared out over ranks has another name than a call of all experts.
         """
         is_shared = node.target in LAYERS and "expert" in self.layouts
         return str(_EXCHANGED[node.target]) if is_shared else operator_name(node)
@@ -242,7 +243,7 @@ class _LayerCounter:
     def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
         """Return the tensor with one row for each token and each of the experts that the token is sent to.
 
-        A row has `width` elements; None: as many as a token.
+        A row has `width` elements; None: as many elements as a token.
         """
         is_backward = layer.target is kernels.experts_backward
         x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
@@ -370,10 +371,10 @@ class _LayerCounter:
         return sent + self._exchanged(layer, phase)
 
     def _exchanged(self, layer: str, phase: str) -> list[Sent]:
-        """Return the all-to-alls of calls of experts in a phase: tokens' rows go to the ranks of their experts, and
-        back.
+        """Return the all-to-alls of calls of experts in a phase.
 
-        In the backward, rows and gradients of results go to the experts' ranks, and gradients of rows come back.
+        In the forward, tokens' rows go to the ranks of their experts, and results come back. In the backward, rows and
+        gradients of results go to the experts' ranks, and gradients of rows come back.
         """
         if "expert" not in self.layouts:
             return []
@@ -382,9 +383,10 @@ class _LayerCounter:
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
-        """Return the value that owns the memory of a view, split as the owner.
+        """Return the value that owns the memory of a value.
 
-        A view of a part of its owner is returned itself.
+        If `key` names a view of a whole value, return this whole value with its splits. If `key` names a view of a
+        part, or no view, return the value of `key`.
         """
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]

@@ -143,7 +143,7 @@ class KernelPricer:
     def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
         """Return the time of a kernel for `batch` sequences on axes of these sizes.
 
-        `is_block` says whether the kernel is in a block. Only there products run in 8 bits.
+        `is_block` says whether the kernel is in a block. Only products in blocks run in 8 bits.
         """
         # an exchange keeps the number of a rank's tokens; of weights a rank has its share
         alone = {**sizes, EXPERT: 1}
@@ -188,7 +188,11 @@ class KernelPricer:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """Return the products of one rank that has a share of the experts, and takes their tokens from all ranks."""
+    """Return the work of a kernel on one rank, if its experts are shared out over `ranks` ranks.
+
+    The rank has fewer experts, and computes each of them for the tokens of all ranks. `done` is the work without
+    sharing.
+    """
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
     shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
@@ -356,15 +360,15 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value without its split by the expert axis.
+    """Return a value of tokens' rows as if the expert axis did not split it.
 
-    An exchange of tokens' rows between ranks does not change the number of a rank's rows.
+    The ranks of this axis exchange rows, so that each rank has as many rows as without the axis.
     """
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """Return the bytes and numbers of parameters of a `LayerPrice`, by the names of its fields."""
+    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, as a dict by the field's name."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

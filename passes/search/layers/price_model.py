@@ -69,7 +69,9 @@ class CountedModel:
     _cores: dict[RecipeKind, bool] = field(default_factory=dict, init=False, repr=False)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
-        """Return the dims that a kind of recipe splits in blocks: pairs of a dim's size for one sequence and the axes.
+        """Return the dims of blocks that a kind of recipe splits.
+
+        Each dim is a pair of its size for one sequence, and the names of the axes that split it.
 
         For a model without blocks, the dims of all layer classes are returned.
         """
@@ -78,7 +80,7 @@ class CountedModel:
         return self._splits[kind]
 
     def has_core(self, kind: RecipeKind) -> bool:
-        """Whether selective recomputation recomputes any value. In a fused attention there is none to recompute."""
+        """Whether blocks have values that selective recomputation recomputes. Fused attention has no such values."""
         if kind not in self._cores:
             parts = (part for each in self._blocks_of(kind) for part in (*each.forward.kernels, *each.saved))
             self._cores[kind] = bool(self.blocks) and any(part.is_core for part in parts)
@@ -203,7 +205,7 @@ class PricedModel:
 
 
 def _is_multiplied(stack: fx.Node) -> bool:
-    """Whether a batched or grouped product reads a parameter, or a view of it."""
+    """Whether a batched or grouped product reads the parameter `stack`, or a view of this parameter."""
     users = [*stack.users, *(late for user in stack.users for late in user.users)]
     batched = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
     return any(user.target in batched or "grouped_mm" in str(user.target) for user in users)

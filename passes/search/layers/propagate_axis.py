@@ -104,7 +104,7 @@ class Policy:
             along the dims that it splits. With None, activations outside of split products stay whole.
         exchanges: whether each rank has its own tokens, as on the expert axis. Then "whole" means all values of the
             rank's own tokens, and each move between whole and split activations is an all-to-all.
-        routed: the strategies of calls that are given, see `passes.search.layers.route_tokens`.
+        routed: for the names of calls that have only one strategy, this strategy, see `route_tokens`.
     """
 
     inputs: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -152,7 +152,7 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
 
 
 class _SplitInVainError(Exception):
-    """An activation had to be gathered because these parameters were split, so they must stay whole."""
+    """The error that an activation must be gathered because `parameters` are split; these must stay whole."""
 
     def __init__(self, parameters: frozenset[str]) -> None:
         super().__init__(*parameters)
@@ -172,7 +172,7 @@ class _Propagation:
         viewed: for each view of a free value, the viewed value.
         base: for each value, the value that owns its memory.
         reduced: for each partial value that was reduced, its spec since then.
-        gathered: pairs of a value and the phase in which a whole copy of it exists.
+        gathered: pairs of a value and the phase in which a whole copy of it exists; on the expert axis (value, "").
         gradients: for each gradient of a parameter, the parameter's name.
         parameters: names of the parameters' placeholders.
     """
@@ -212,10 +212,7 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """Set the spec of a placeholder.
-
-        An input has the policy's spec, and so has a fixed parameter. Else a parameter is free.
-        """
+        """Set the spec of a placeholder to the policy's spec, to whole, or to None for a parameter that is free."""
         key = (name, 0)
         self.base[key] = key
         if name in self.parameters:
@@ -252,7 +249,7 @@ class _Propagation:
             self.origins[site.name, index] = origin if spec.dims else frozenset()
 
     def _stay_free(self, site: Site, read: _Key) -> None:
-        """Keep a view of a free parameter free. The first reader of the view decides the spec of both."""
+        """Keep a view of a free parameter free; the view's first reader decides the specs of view and parameter."""
         key = (site.name, 0)
         self.state[key], self.origins[key] = None, self.origins[read]
         self.operands[site.name], self.results[site.name] = (WHOLE,), (WHOLE,)
@@ -271,11 +268,11 @@ class _Propagation:
                 self._settle(parent, before)
 
     def _before_view(self, site: Site, spec: PartitionSpec) -> PartitionSpec | None:
-        """Return the operand's spec with which a view has a result of spec `spec`, or None."""
+        """Return the operand's spec with which a view has a result of spec `spec`; None without such a strategy."""
         return next((item.inputs[0] for item in site.strategies if item.outputs[0] == spec), None)
 
     def _is_new(self, key: _Key) -> bool:
-        """Whether a value is a new tensor with equal elements."""
+        """Whether a call of `_NEW` made a value, such as `zeros`."""
         node = self.space.sites[key[0]].node
         return node is not None and node.target in _NEW
 
@@ -304,12 +301,12 @@ class _Propagation:
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
         """Return the cost of a strategy as a tuple. Tuples are compared item by item, and the smallest is best.
 
-        * Weights that become split; more are better. Vectors follow the other operands, and do not count.
+        * Number of weights that become split; more are better. Vectors follow the other operands, and do not count.
         * Whether a parameter's gradient has other split dims than the parameter.
         * Whether activations stay partial.
         * Bytes moved.
-        * Whole values that are cut.
-        * Split results; more are better, but not for lookups in a table.
+        * Number of whole values that the call cuts.
+        * Number of split results; more are better, but not for lookups in a table.
 
         A forbidden strategy costs infinity.
         """
@@ -433,9 +430,9 @@ class _Propagation:
     def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
         """Whether a call needs no collective for an operand.
 
-        It needs none if the spec is right, if it reads the shape alone, or if a whole copy was gathered in this phase.
-        It needs none for a new tensor, of which each rank makes its part. On the expert axis, an exchange at any time
-        before counts too.
+        No collective is needed if the operand has the right spec, is new (`_is_new`), or has a whole copy from this
+        phase. The same holds if the call reads only its shape. On the expert axis, a value that was exchanged in any
+        phase needs no second exchange.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):
@@ -482,7 +479,7 @@ _NEW = frozenset({
     torch.ops.aten.zeros.default, torch.ops.aten.ones.default, torch.ops.aten.full.default,
     torch.ops.aten.empty.memory_format,
 })  # fmt: skip
-"""Calls that make a tensor with equal elements."""
+"""Calls that make a new tensor without reading a tensor. Each rank can make any part of the new tensor."""
 
 
 def _is_lookup(site: Site) -> bool:
@@ -490,7 +487,7 @@ def _is_lookup(site: Site) -> bool:
 
 
 def _reads_inputs(site: Site) -> bool:
-    """Whether the indices of a lookup come from the program's inputs."""
+    """Whether the indices of a lookup in a table are computed from the program's inputs."""
     assert site.node is not None
     indices = site.node.args[1]
     seen: list[fx.Node] = [indices] if isinstance(indices, fx.Node) else []

@@ -75,7 +75,7 @@ def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
 def _shared(node: fx.Node, axis: str) -> Strategy:
     """Return the strategy that splits the matrices of a call of experts along dim 0.
 
-    In the backward it also splits their gradients, which are the last results.
+    In the backward the strategy also splits the gradients of the matrices, which are the last results.
     """
     split, whole = PartitionSpec(axis), PartitionSpec()
     is_backward = node.target is kernels.experts_backward
@@ -123,12 +123,18 @@ def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strateg
 
 
 def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
-    """Return, for each tensor of a node, the spec that splits the dim that grows with the number of sequences."""
+    """Return, for each result of a node, the spec that splits the dim that grows with the number of sequences.
+
+    `twins` maps the node's name to the same node in the program of two sequences.
+    """
     values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
     return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
 
 
 def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
-    """Return the spec that splits the first dim in which two shapes differ."""
+    """Return the spec in which `axis` splits the first dim in which two shapes differ.
+
+    The shapes are those of one tensor for one and for two sequences.
+    """
     grows = [before != after for before, after in zip(one, two, strict=True)]
     return PartitionSpec(*(None,) * grows.index(True), axis) if any(grows) else PartitionSpec()
