@@ -257,7 +257,7 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """Return the memory limit of `--memory-gib` in bytes."""
+    """Return the memory limit of `--memory-gib` in bytes; None without the option."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:
@@ -271,13 +271,13 @@ def _named(optimizer: str | None) -> str | None:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Refuse a path that cannot be written, before the search starts."""
+    """Raise `AutoshardError` if the folder of `out` does not exist, before the search starts."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Call `save(out)`, and turn an `OSError` into a sentence for the user."""
+    """Call `save(out)`; turn an `OSError` into an `AutoshardError` with one sentence for the user."""
     try:
         save(out)
     except OSError as error:

@@ -105,7 +105,7 @@ def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piece, ...]:
-    """Return the parts as pieces side by side, each as wide as its share of the sum."""
+    """Return the parts as pieces side by side, each as wide as its share of the sum; `text` formats a part's value."""
     shown = {name: value for name, value in parts.items() if value > 0}
     total = sum(shown.values()) or 1.0
     starts = accumulate(shown.values(), initial=0.0)

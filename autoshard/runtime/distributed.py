@@ -185,7 +185,7 @@ class DistributedEngine:
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
         """Return the graph with its `written` results written over inputs.
 
-        Without `written`, return it with values written directly into their buckets (`fill_buckets`).
+        Without `written`, return the graph with values written directly into their buckets (`fill_buckets`).
         """
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:

@@ -225,7 +225,10 @@ class Executable:
 
     @cached_property
     def _read_by_hoisted(self) -> tuple[int, ...]:
-        """The position of each input of `hoisted` among the given inputs of a forward call."""
+        """For each input of the program's graph `hoisted`, its position in `given_inputs`.
+
+        This graph computes the values that depend on parameters alone.
+        """
         slots = self.phased.lowered.inputs
         given = [index for index in self.phased.forward_inputs if not crosses_stages(slots[index].slot.name)]
         return tuple(map(given.index, self.phased.hoisted_inputs))
@@ -324,7 +327,7 @@ class Executable:
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Compute, once for all micro-batches, the local values that depend on parameters alone.
+        """Return the local values that depend on parameters alone; they serve all micro-batches.
 
         Args:
             values: the result of `for_hoisted`; emptied.
@@ -461,7 +464,7 @@ class Executable:
         return self._backward_from[given]
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Return an output for the user: sharded if `sharded_outputs` has its name, else whole."""
+        """Return an output for the user: sharded if the program's `sharded_outputs` has the slot's name, else whole."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)

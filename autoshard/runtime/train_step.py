@@ -89,7 +89,7 @@ class TrainStep(HasWeights):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles each new value."""
+        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles again for each new norm."""
         return self._max_grad_norm
 
     @max_grad_norm.setter

@@ -84,7 +84,7 @@ class CheckReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The values that differ by more than rounding; `precisely` decides if it is not empty."""
+        """The values that differ by more than rounding. If `precisely` is not empty, its comparisons decide."""
         if self.precisely:
             return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))

@@ -154,7 +154,7 @@ class ControlGroup:
         return everyone
 
     def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
-        """Format a fact, such as `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        """Return a text of the ranks that hold each value of a fact: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
             if name in theirs or not isinstance(name, PieceFact):
