@@ -83,7 +83,7 @@ class Cluster(PricedCluster):
         """Return a mesh of these devices, for `autoshard.plan` with given axes.
 
         Args:
-            axes: axis name to size, the outermost axis first; or a mesh.
+            axes: from the name of an axis to its size, the outermost axis first; or a mesh.
 
         Raises:
             MeshError: the sizes do not multiply to the number of devices.

@@ -75,7 +75,7 @@ class DistributedEngine:
         finish_in_place: rewrites each graph that writes over inputs, before the check.
         timeout_s: seconds that ranks wait for a rank that shows no sign of life.
         control: the ranks that compare their programs; default: the ranks of `device_mesh`.
-        outer: see `ProcessGroups`.
+        outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
         stages: the mesh of each pipeline rank; `device_mesh` is one of them. None without a pipeline.
     """
 

@@ -84,7 +84,7 @@ def describe_update(
     Args:
         optimizer: a traced optimizer.
         names: the name of each parameter by `id`.
-        max_grad_norm: see `Update`.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
 
     Raises:
@@ -127,7 +127,7 @@ class TracedState:
     Args:
         optimizer: a traced optimizer over parameters of the model.
         engine: the engine that runs the programs.
-        max_grad_norm: see `Update`.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:

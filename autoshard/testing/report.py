@@ -47,7 +47,10 @@ class Comparison:
     rounding: float = 0.0
 
     def is_close(self, tolerance: float) -> bool:
-        """Whether the difference is within `tolerance` of the scale, below the floor, or explained by rounding."""
+        """Whether the difference counts as rounding.
+
+        It does if it is at most `tolerance` times the scale, `ABSOLUTE_FLOOR`, or `ROUNDING_FACTOR` times `rounding`.
+        """
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:

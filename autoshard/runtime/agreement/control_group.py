@@ -58,7 +58,7 @@ class ControlGroup:
 
     Args:
         ranks: the ranks of the processes, this process among them.
-        timeout_s: see `ControlChannel`.
+        timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> None:
