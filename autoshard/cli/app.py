@@ -406,7 +406,11 @@ def doctor(
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Report on this machine, and compile a small model on the simulator as a test."""
+    """Print a report on this machine, with a compile of a small model on the simulator as a test.
+
+    Raises:
+        AutoshardError: an examination found that autoshard cannot work here.
+    """
     findings = diagnose()
     if as_json:
         _show([{"name": item.name, "found": item.found, "is_good": item.is_good} for item in findings])

@@ -41,7 +41,7 @@ class NamedModel:
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
     def to(self, dtype: torch.dtype) -> NamedModel:
-        """Convert floating-point parameters and inputs to a type."""
+        """Return the model and its inputs with all floating-point parameters and inputs of type `dtype`."""
         return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 

@@ -140,7 +140,7 @@ def _needs(item: Outcome) -> str:
 
 
 def difference(value: float, reference: float) -> str:
-    """Return a change relative to a reference value: `+12.5%`."""
+    """Return the change from a reference value as text: `+12.5%`; "-" if the reference is not above 0."""
     if reference <= 0:
         return "-"
     change = f"{value / reference - 1:+.1%}"

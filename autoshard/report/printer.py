@@ -206,12 +206,12 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _recompute(plan: Plan) -> str:
-    """Return one line on recomputation: its nodes, the bytes saved and the time spent."""
+    """Return one line on recomputation: its nodes, the bytes saved and the time spent; "" without recomputation."""
     return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
-    """Return one line on offload: its nodes, the bytes saved and the time spent."""
+    """Return one line on offload: nodes, bytes saved, time spent, bytes on the host; "" without offload."""
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
@@ -226,7 +226,7 @@ def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> st
 
 
 def _interval(plan: Plan) -> str:
-    """Return the interval of the step time with its coverage: ` (90 %: 1.1 ms to 1.3 ms)`."""
+    """Return the interval of the step time with its coverage: ` (90%: 1.1 ms to 1.3 ms)`; "" if there is none."""
     interval, coverage = plan.predicted.step_time_interval_s, plan.predicted.interval_coverage
     if interval is None or coverage is None:
         return ""

@@ -66,7 +66,7 @@ class Executable:
 
     @property
     def phased(self) -> PhasedProgram:
-        """The program."""
+        """The program in phases: forward, backward and update."""
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
@@ -95,11 +95,11 @@ class Executable:
 
     @property
     def state(self) -> PythonGuards:
-        """The Python state that was last found to hold."""
+        """The Python state that was last found to hold; empty for a program without Python states."""
         return self.python_guards[-1] if self.python_guards else PythonGuards()
 
     def state_changes(self) -> Sequence[str]:
-        """Return the names of Python values that changed since the last trace of the program."""
+        """Return the names of the Python values that now differ from `state`."""
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:

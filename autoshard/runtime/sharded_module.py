@@ -100,7 +100,7 @@ class ShardedModule(OfModel, HasWeights):
         self._become(model)
 
     def members(self) -> Members:
-        """Return the present modules, parameters and buffers of the model."""
+        """Return the present members of the model. If they changed, first gather buffers that are DTensors."""
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()

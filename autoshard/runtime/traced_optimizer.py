@@ -190,7 +190,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """Return the slots of state that other ranks' stages hold and that this optimizer does not list yet."""
+        """Return the slots of state of other ranks' stages that this optimizer does not list as held elsewhere yet."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [

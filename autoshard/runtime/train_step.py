@@ -116,7 +116,7 @@ class TrainStep(HasWeights):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the step's program; None before the first call."""
+        """The plan of the program that ran or was compiled last; None before the first program."""
         return self.sharded.plan
 
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")

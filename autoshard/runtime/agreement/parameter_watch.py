@@ -50,7 +50,7 @@ class ParameterWatch:
         self._groups: list[tuple[str, list[_WatchedPart]]] = list(self._by_place())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
-        """Watch the copies of the tensors."""
+        """Return a watch of the copies of the tensors."""
         result = ParameterWatch(copy.deepcopy(self._named, memo), self._ranks)
         result._groups = result._groups if self._groups else []
         return result
