@@ -105,7 +105,7 @@ class Cluster(PricedCluster):
 
 
 def device_of_plans(target: Any) -> torch.device:
-    """Return the kind of device to plan for: "cuda" if the cluster (for a mesh: this machine) has GPUs; else "cpu"."""
+    """Return the kind of device to plan for: "cuda" if the cluster has GPUs, else "cpu". A mesh is on this machine."""
     has_gpu = bool(target.device.dispatch_s) if isinstance(target, PricedCluster) else torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 

@@ -245,7 +245,11 @@ def _refuse_fetched(config: Any, reference: str) -> None:
 
 
 def _language_model(config: Any, trusts: bool) -> Any:
-    """Return the transformers class that builds a config's model with a loss over predicted tokens."""
+    """Return the transformers class that builds a config's model with a loss over predicted tokens.
+
+    Raises:
+        ModelReferenceError: transformers has no such model for the config.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 

@@ -102,7 +102,10 @@ class ControlGroup:
             )
 
     def share(self, compute: Callable[[], T], action: str = "take the first rank's plan") -> T:
-        """Run `compute` on the first rank, and return its result or raise its error on every rank."""
+        """Run `compute` on the first rank; return its result, or raise its `AutoshardError`, on every rank.
+
+        After any other error of `compute`, the other ranks raise `RankMismatchError`.
+        """
         mine: Any = None
         if self.channel.rank == self.channel.ranks[0]:
             with self.telling_errors(), self.channel.showing_life(action):
