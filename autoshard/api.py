@@ -167,7 +167,7 @@ def plan(
         target: a `Cluster`, and the planner chooses the axes; or `cluster.mesh({"data": 8, "model": 8})`. An
             `autoshard.Mesh` is priced for this machine.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
-            Adam and AdamW is planned with the step (ZeRO). Other optimizers count by the memory of their state.
+            Adam and AdamW is planned with the step (ZeRO). Other optimizers only add the memory of their state.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch: sequences of a step over all ranks. The planner cuts a step into micro-batches; on a cluster the
             planner also searches axes and stages. The batch of `example_inputs` may then have any size. None: a

@@ -91,7 +91,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_loss(loss_fn: Any) -> None:
-    """Raise `TraceError` for a loss that cannot be called."""
+    """Raise `TraceError` unless `loss_fn` can be called or is None."""
     if loss_fn is not None and not callable(loss_fn):
         raise TraceError(f"loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function (outputs, *targets).")
 
@@ -335,7 +335,7 @@ def check_options(options: Any, kind: type) -> None:
 
 
 def check_trains(model: nn.Module, optimizer: object) -> None:
-    """Raise `TraceError` for an optimizer without a parameter to train."""
+    """Raise `TraceError` if there is an optimizer, but no parameter of the model requires a gradient."""
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError(
             "A training step needs something to train, but no parameter of the model requires grad. Plan without an "

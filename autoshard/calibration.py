@@ -90,7 +90,13 @@ def _native(operator: torch._ops.OpOverload, *arguments: object) -> KernelSample
 
 
 def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> Mapping[str, Callable[[], object]]:
-    """Return the collectives as compiled programs run them, by name; see `cost_models.calibration.CollectiveCalls`."""
+    """Return functions by the name of a collective; each runs the collective once, as compiled programs do, and waits.
+
+    Args:
+        full: a whole tensor, [n].
+        part: a rank's part of it, [n / ranks].
+        group: the process group.
+    """
     ops, size = torch.ops._c10d_functional, group.size()
     return {
         **calibration.functional_collectives(full, part, group),

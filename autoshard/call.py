@@ -44,18 +44,18 @@ class Options:
     Args:
         reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them in float32;
             see docs/reference/precision.md. None sends each gradient in its own type.
-        dynamic_lengths: names of arguments to the value of their padding: {"input_ids": 0, "attention_mask": 0,
+        dynamic_lengths: from the name of an argument to its padding value: {"input_ids": 0, "attention_mask": 0,
             "labels": -100}. Dim 1 of these arguments is padded to one of a few lengths, by at most half its size, and
             results are cut back. Calls of many lengths then share few programs. Before a program is compiled, autoshard
             proves that padding reaches no result. If the proof fails, each length is compiled without padding, with a
             warning.
-        max_programs: number of programs to keep, each for calls of one kind. The least recently used program goes
-            first.
+        max_programs: number of programs to keep, each for calls of one kind. The least recently used program is
+            dropped first.
         check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
             comparison covers program, mode, hyperparameters, inputs and parameters; see docs/reference/running.md.
-        timeout_s: seconds to wait for a process that neither calls nor compiles; then all other processes raise.
-        outputs: "all" outputs of the model; or "loss", the first floating scalar among the outputs. With "loss" nothing
-            is computed or kept for the other outputs. A `TrainStep` needs the loss alone.
+        timeout_s: seconds to wait for a process that neither calls nor compiles; then each other process raises.
+        outputs: "all" returns all outputs of the model; "loss" returns the first floating scalar among them. With
+            "loss", nothing is computed or kept for the other outputs. A `TrainStep` always returns the loss alone.
         gather_outputs: return whole outputs, except outputs in `constraints`. By default, with processes, an output
             that is not a scalar is a DTensor, placed by the plan; see docs/reference/running.md.
         cuda_graph: with a traced optimizer and processes on GPUs: from the third step on, launch forward and backward
@@ -90,10 +90,10 @@ class Call:
         model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: the given values.
         target: the mesh or the cluster.
         example_inputs: arguments of an example call, or None.
-        fixed: the plan to run or prove; None: search a plan.
+        fixed: the plan to run or prove; None: search for a plan.
         constraints: specs by name; with `global_batch`, also values of fields of `Recipe`.
         memory_budget: bytes, or None.
-        precision: the given name.
+        precision: the given name, such as "bf16", or None for the model's own dtypes.
         micro_batches: the given number; None lets the planner choose.
         recipe: restrictions of the search.
         cluster: the hardware to price a mesh for, or None for this machine.

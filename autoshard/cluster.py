@@ -83,7 +83,7 @@ class Cluster(PricedCluster):
         """Return a mesh of these devices, for `autoshard.plan` with given axes.
 
         Args:
-            axes: axis name to size, the outermost axis first; or a mesh.
+            axes: from the name of an axis to its size, the outermost axis first; or a mesh.
 
         Raises:
             MeshError: the sizes do not multiply to the number of devices.
@@ -105,7 +105,7 @@ class Cluster(PricedCluster):
 
 
 def device_of_plans(target: Any) -> torch.device:
-    """Return the kind of device to plan for: "cuda" for clusters with GPUs, "cpu" otherwise."""
+    """Return the kind of device to plan for: "cuda" if the cluster has GPUs, else "cpu". A mesh is on this machine."""
     has_gpu = bool(target.device.dispatch_s) if isinstance(target, PricedCluster) else torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 

@@ -38,7 +38,7 @@ class OperatorError(AutoshardError, ValueError):
 
 
 class RuleInferenceError(AutoshardError):
-    """Runs of an operator give no sharding rule: the operator is random, in-place, or refuses drawn inputs."""
+    """No sharding rule can be inferred, because an operator is random, in-place, or refuses drawn inputs."""
 
 
 class DoesNotFitError(AutoshardError):

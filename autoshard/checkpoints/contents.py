@@ -72,7 +72,11 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def is_whole(self) -> bool:
-        """Whether each piece lies in the tensor and has bytes for its shape, and all elements are covered."""
+        """Whether the pieces can be the whole tensor.
+
+        Each piece lies in the tensor and has bytes for its shape. The pieces together have at least as many elements as
+        the tensor; whether pieces overlap is not checked.
+        """
         itemsize = dtype_named(self.dtype).itemsize
         for piece in self.pieces:
             if not len(piece.offset) == len(piece.shape) == len(self.shape):

@@ -103,7 +103,7 @@ class _SummedFiles(FileSystem):
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError that names no file."""
+    """Within the context, add `path` to an `OSError` that names no file."""
     try:
         yield
     except OSError as error:
@@ -414,7 +414,10 @@ def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
 
 
 def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
-    """Return the byte ranges of `there`, with their names, whose bytes differ from their checksum."""
+    """Return the entries of `there` whose bytes in the file `path` differ from their checksum.
+
+    An entry is a byte range with the name of its tensor or state.
+    """
     found = []
     with path.open("rb") as file:
         for extent, tensor in there:
@@ -444,7 +447,7 @@ def _check_sizes(folder: Path, files: Mapping[str, Sums], held: _Held) -> None:
 
 
 def _holding(tensors: Sequence[str]) -> str:
-    """Format the names of tensors, such as ` (of model.a, model.b and 3 more)`."""
+    """Return the names of tensors as text, such as ` (of model.a, model.b and 3 more)`; "" without names."""
     if not tensors:
         return ""
     more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""

@@ -97,7 +97,7 @@ def commit(written: Path, step: int) -> Path:
 
 
 def keep_latest(folder: Path, keep: int | None) -> None:
-    """Delete all complete checkpoints but the latest `keep`. Log a warning for a failed deletion."""
+    """Delete all complete checkpoints but the latest `keep`; None keeps all. Log a warning for a failed deletion."""
     for path in [] if keep is None else list(complete(folder).values())[:-keep]:
         _or_warn(path, _delete, path, path.name)
 

@@ -158,7 +158,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 
 def damaged_blocks(path: Path, sums: Sums, blocks: Iterable[int]) -> Iterable[int]:
-    """Yield the numbers among `blocks` of the file's blocks whose checksum differs from `sums`."""
+    """Yield each number in `blocks` whose block of the file has another checksum than in `sums`."""
     with path.open("rb") as file:
         for block in blocks:
             file.seek(block * BLOCK_BYTES)

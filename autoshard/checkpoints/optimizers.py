@@ -121,7 +121,7 @@ class NamedOptimizer:
             owner, key: names of the parameter and of its state.
             shape, dtype: shape and dtype of the saved state.
             planned: the result of the method `planned`.
-            is_sharded: the saved state was a DTensor.
+            is_sharded: whether the saved state was a DTensor.
 
         Returns:
             The optimizer's present tensor if its shape and dtype fit; else a new tensor.

@@ -61,7 +61,7 @@ class Item:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a piece of the tensor."""
+        """Whether the saved tensor is a DTensor; false for a state."""
         return isinstance(self.source, DTensor)
 
 
@@ -81,7 +81,7 @@ class PartSnapshot:
     text: str
 
     def digest(self) -> str:
-        """Return a hash of the state and of its plain tensors. Ranks compare it; DTensors do not enter."""
+        """Return a hash of the state and its plain tensors, which ranks compare. The hash does not cover DTensors."""
         values = [item.value for item in self.items.values() if not item.is_sharded]
         plain = [digest_of(value) for value in values if isinstance(value, torch.Tensor)]
         return hashlib.blake2b("\n".join([self.text, *plain]).encode(), digest_size=16).hexdigest()
@@ -91,7 +91,7 @@ class PartSnapshot:
 
         Args:
             ranks: the processes that save together.
-            differs: ranks hold different values, so that each rank writes its own under a name such as `ema.decay@3`.
+            differs: whether ranks hold different values. Each rank then writes its own value, such as `ema.decay@3`.
         """
         for name, item in self.items.items():
             if item.is_sharded or not differs:

@@ -61,7 +61,11 @@ def own_slots(rest: Any, suffix: str) -> Any:
 
 
 def described(value: Any) -> str:
-    """Return a text that is the same for equal values on every rank: `repr` of common types, else the packed bytes."""
+    """Return a text that is the same for equal values on every rank.
+
+    Containers are described item by item. A value of a common type gives its `repr`. Any other value gives the `repr`
+    of its bytes from `packed`.
+    """
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{described(key)}:{described(item)}' for key, item in value.items())}}}"
     if isinstance(value, set | frozenset):

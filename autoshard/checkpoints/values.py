@@ -30,7 +30,7 @@ class Slot:
 
     Args:
         name: the name under which the tensor is saved.
-        is_sharded: the tensor was a DTensor.
+        is_sharded: whether the tensor was a DTensor.
     """
 
     name: str

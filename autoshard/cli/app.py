@@ -44,7 +44,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""Value of `--precision` to the dtype of a model that is priced in another framework; bfloat16 for all other values."""
+"""From the value of `--precision` to the dtype of a model that is priced in another framework; default: bfloat16."""
 
 _WRONG_USAGE = 2
 """Exit status for a command line that cannot be understood. Unix's own commands use it too."""
@@ -257,7 +257,7 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """Return the memory limit of `--memory-gib` in bytes."""
+    """Return the memory limit of `--memory-gib` in bytes; None without the option."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:
@@ -271,13 +271,13 @@ def _named(optimizer: str | None) -> str | None:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Refuse a path that cannot be written, before the search starts."""
+    """Raise `AutoshardError` if the folder of `out` does not exist, before the search starts."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}. Make the folder first.")
 
 
 def _write(out: Path, save: Callable[[Path], None]) -> None:
-    """Call `save(out)`, and turn an `OSError` into a sentence for the user."""
+    """Call `save(out)`; turn an `OSError` into an `AutoshardError` with one sentence for the user."""
     try:
         save(out)
     except OSError as error:
@@ -406,7 +406,11 @@ def doctor(
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Report on this machine, and compile a small model on the simulator as a test."""
+    """Print a report on this machine, with a compile of a small model on the simulator as a test.
+
+    Raises:
+        AutoshardError: an examination found that autoshard cannot work here.
+    """
     findings = diagnose()
     if as_json:
         _show([{"name": item.name, "found": item.found, "is_good": item.is_good} for item in findings])

@@ -22,13 +22,13 @@ from cost_models.calibration import Calibration
 
 
 def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
-    """Measure the ranks of this `torchrun`, or start `ranks` local processes and measure them.
+    """Measure this machine with the ranks of this `torchrun`, or with `ranks` local processes started here.
 
     Returns:
-        The calibration; None on all ranks of a run but the first.
+        The calibration; on all ranks of a `torchrun` except the first, None.
 
     Raises:
-        NotAvailableError: `budget_s` is not a positive time.
+        NotAvailableError: `budget_s` is not a finite number of seconds above 0.
         MeshError: `ranks` is below one, or differs from the size of this process's run.
         AutoshardError: a started process failed.
     """
@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
 
 
 def _measure(budget_s: float) -> Calibration | None:
-    """Measure with all ranks of a new process group. Return the calibration on the first rank, None on the others."""
+    """Make a process group, and measure with all its ranks. Return the calibration on rank 0, None on other ranks."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -41,7 +41,7 @@ class NamedModel:
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
     def to(self, dtype: torch.dtype) -> NamedModel:
-        """Convert floating-point parameters and inputs to a type."""
+        """Return the model and its inputs with all floating-point parameters and inputs of type `dtype`."""
         return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 
@@ -92,7 +92,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @contextlib.contextmanager
 def _named(reference: str) -> Iterator[None]:
-    """Turn an error in the user's own code into one sentence with its line."""
+    """Within the context, turn an error of the user's code into a `ModelReferenceError` that names its line."""
     try:
         yield
     except AutoshardError:
@@ -185,7 +185,7 @@ def _no_config(path: Path, reference: str, error: Exception) -> ModelReferenceEr
 
 
 def _check_config(path: Path, reference: str, trusts: bool) -> None:
-    """Refuse an invalid config, a config that needs untrusted code, and a model too large to build."""
+    """Raise `ModelReferenceError` if a config is invalid, needs untrusted code, or has too many layers to build."""
     file = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -206,7 +206,7 @@ def _check_config(path: Path, reference: str, trusts: bool) -> None:
 
 
 def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
-    """Yield name and value of each number of layers in a config and its nested parts."""
+    """Yield name and value of each field that counts layers ("num_layers"), in a config and its nested parts."""
     for name, value in data.items() if isinstance(data, dict) else ():
         if isinstance(value, int) and name.endswith(("layer", "layers")):
             yield name, value
@@ -224,14 +224,14 @@ _BUILT_IN: Mapping[str, Sequence[str | None]] = {
     "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
     "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
 }
-"""Name of a field of a config to its values for which transformers contains the code.
+"""From the name of a config's field to the values of the field for which transformers contains the code.
 
 Other implementations, such as flash attention, may be fetched from a repository.
 """
 
 
 def _refuse_fetched(config: Any, reference: str) -> None:
-    """Refuse a config that asks for kernels which transformers would fetch. Nested configs are checked too."""
+    """Raise `ModelReferenceError` if a config or a nested config asks for kernels that transformers may fetch."""
     for name, known in _BUILT_IN.items():
         found = getattr(config, f"_{name}", None)
         if found not in known:
@@ -245,7 +245,11 @@ def _refuse_fetched(config: Any, reference: str) -> None:
 
 
 def _language_model(config: Any, trusts: bool) -> Any:
-    """Return the transformers class that builds a config's model with a loss over predicted tokens."""
+    """Return the transformers class that builds a config's model with a loss over predicted tokens.
+
+    Raises:
+        ModelReferenceError: transformers has no such model for the config.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 

@@ -95,7 +95,7 @@ def _recipe(values: dict[str, Any]) -> Recipe:
 
 
 def _value(name: str, text: str) -> object:
-    """Parse the value of a field: a whole number, yes or no, none, a list such as 4+4+3, or a word."""
+    """Return the value of a field as an int, bool, None, tuple (from a list such as 4+4+3) or str."""
     if name not in _TEXTS and text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if is_whole(text):

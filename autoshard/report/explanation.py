@@ -34,7 +34,10 @@ def explanation_text(explained: Explanation) -> str:
 
 @text_of.register
 def why_not_text(answer: WhyNot) -> str:
-    """Return a table of the ways to use a feature, each with the best plan for it."""
+    """Return the answer in words, and a table of plans.
+
+    Each row is a way to use the feature, such as "tensor over data", and the best plan with it.
+    """
     return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
 
 
@@ -137,7 +140,7 @@ def _needs(item: Outcome) -> str:
 
 
 def difference(value: float, reference: float) -> str:
-    """Return a change relative to a reference value: `+12.5%`."""
+    """Return the change from a reference value as text: `+12.5%`; "-" if the reference is not above 0."""
     if reference <= 0:
         return "-"
     change = f"{value / reference - 1:+.1%}"

@@ -38,7 +38,7 @@ _NARROWEST = 0.5
 
 _TASK = re.compile(r"\d+([FBIW])\d+")
 _WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-"""Letter in the name of a stage's span ("F" in "1F0") to the work in words. The letters are those of `Work`."""
+"""From the letter in the name of a stage's span ("F" in "1F0") to the work in words. `Work` has these letters."""
 
 _MOST_OPERATORS = 50
 """The table of operators lists this many operators, the most expensive."""
@@ -105,7 +105,7 @@ def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piece, ...]:
-    """Return the parts as pieces side by side, each as wide as its share of the sum."""
+    """Return the parts as pieces side by side, each as wide as its share of the sum; `text` formats a part's value."""
     shown = {name: value for name, value in parts.items() if value > 0}
     total = sum(shown.values()) or 1.0
     starts = accumulate(shown.values(), initial=0.0)
@@ -169,7 +169,7 @@ def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) ->
     Args:
         spans: the spans of the stream.
         end: the end of the timeline in nanoseconds.
-        colours: kind of a span (`_kind`) to the number of its colour.
+        colours: from the kind of a span (`_kind`) to the number of the kind's colour.
     """
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):

@@ -18,7 +18,7 @@ from autoshard.ir.text import any_block, as_text, common_name, format_bytes, for
 _SHOWN_CALLS, _SHOWN_INPUTS = 4, 6
 
 _TOLD = 0.05
-"""Smallest share of all parameters for which the sentence on an axis names a layout."""
+"""`in_words` names a layout of an axis only if at least this share of all parameters has the layout."""
 
 
 @text_of.register
@@ -75,9 +75,10 @@ def notes(plan: Plan) -> list[str]:
 
 
 def in_words(plan: Plan) -> list[str]:
-    """Return a sentence on the work of each mesh axis. Prices and plans without parameters have no such sentence.
+    """Return one sentence on the work of all mesh axes, in a list.
 
-    "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters."
+    For example: "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters." The list is
+    empty for a plan without parameters, and for the price of a recipe in another framework.
     """
     axes = [axis for axis, size in plan.mesh.axes if size > 1]
     if not plan.parameters or not axes or not (plan.nodes or plan.stages):
@@ -97,9 +98,10 @@ _WORK = {
 
 
 def _work_of(axis: str, plan: Plan) -> str:
-    """Return the work of an axis in words: on inputs, and on parameters, by layout.
+    """Return the work of an axis as a phrase, such as "splits inputs and copies all parameters".
 
-    Layouts of fewer than `_TOLD` of all parameters are left out.
+    For an axis of pipeline stages, the phrase is "carries 4 stages". Layouts of fewer than `_TOLD` of all parameters
+    are left out.
     """
     first = plan.stages[0] if plan.stages else plan
     if axis not in first.mesh.axis_names:
@@ -119,7 +121,7 @@ def _work_of(axis: str, plan: Plan) -> str:
 
 
 def _kinds(item: ParameterPlan) -> dict[str, str]:
-    """Return a dict from an axis to the kind of a parameter's layout ("ZeRO-3"). All other axes hold copies."""
+    """Return the layout of a parameter along each axis that shards it: {"data": "ZeRO-3"}. Other axes hold copies."""
     if not item.layout:
         return dict.fromkeys(item.spec.sharded_axes, "split")
     parts = (part.partition(" over ") for part in item.layout.split("; "))
@@ -204,12 +206,12 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _recompute(plan: Plan) -> str:
-    """Return one line on recomputation: its nodes, the bytes saved and the time spent."""
+    """Return one line on recomputation: its nodes, the bytes saved and the time spent; "" without recomputation."""
     return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
-    """Return one line on offload: its nodes, the bytes saved and the time spent."""
+    """Return one line on offload: nodes, bytes saved, time spent, bytes on the host; "" without offload."""
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
@@ -224,7 +226,7 @@ def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> st
 
 
 def _interval(plan: Plan) -> str:
-    """Return the interval of the step time with its coverage: ` (90 %: 1.1 ms to 1.3 ms)`."""
+    """Return the interval of the step time with its coverage: ` (90%: 1.1 ms to 1.3 ms)`; "" if there is none."""
     interval, coverage = plan.predicted.step_time_interval_s, plan.predicted.interval_coverage
     if interval is None or coverage is None:
         return ""

@@ -107,7 +107,7 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Any, names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the backward phase; a method of `torch.autograd.Function`."""
+        """Compute the gradients of the call (`_gradients`); a method of `torch.autograd.Function`."""
         ctx.set_materialize_grads(False)
         ctx.first, ctx.names = first, names
         ctx.tangents = tensors[len(tensors) - len(names) :]

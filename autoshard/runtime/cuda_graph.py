@@ -55,7 +55,7 @@ class CudaGraph:
     on.
 
     Args:
-        moving: the positions of tensors whose address changes at each call.
+        moving: positions, among the function's tensors, of tensors whose address changes at each call.
         record: records the launches of a function.
     """
 

@@ -75,7 +75,7 @@ class DistributedEngine:
         finish_in_place: rewrites each graph that writes over inputs, before the check.
         timeout_s: seconds that ranks wait for a rank that shows no sign of life.
         control: the ranks that compare their programs; default: the ranks of `device_mesh`.
-        outer: see `ProcessGroups`.
+        outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
         stages: the mesh of each pipeline rank; `device_mesh` is one of them. None without a pipeline.
     """
 
@@ -185,7 +185,7 @@ class DistributedEngine:
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
         """Return the graph with its `written` results written over inputs.
 
-        Without `written`, return it with values written directly into their buckets (`fill_buckets`).
+        Without `written`, return the graph with values written directly into their buckets (`fill_buckets`).
         """
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:

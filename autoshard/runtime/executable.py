@@ -66,7 +66,7 @@ class Executable:
 
     @property
     def phased(self) -> PhasedProgram:
-        """The program."""
+        """The program in phases: forward, backward and update."""
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
@@ -95,11 +95,11 @@ class Executable:
 
     @property
     def state(self) -> PythonGuards:
-        """The Python state that was last found to hold."""
+        """The Python state that was last found to hold; empty for a program without Python states."""
         return self.python_guards[-1] if self.python_guards else PythonGuards()
 
     def state_changes(self) -> Sequence[str]:
-        """Return the names of Python values that changed since the last trace of the program."""
+        """Return the names of the Python values that now differ from `state`."""
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
@@ -225,7 +225,10 @@ class Executable:
 
     @cached_property
     def _read_by_hoisted(self) -> tuple[int, ...]:
-        """The position of each input of `hoisted` among the given inputs of a forward call."""
+        """For each input of the program's graph `hoisted`, its position in `given_inputs`.
+
+        This graph computes the values that depend on parameters alone.
+        """
         slots = self.phased.lowered.inputs
         given = [index for index in self.phased.forward_inputs if not crosses_stages(slots[index].slot.name)]
         return tuple(map(given.index, self.phased.hoisted_inputs))
@@ -324,7 +327,7 @@ class Executable:
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Compute, once for all micro-batches, the local values that depend on parameters alone.
+        """Return the local values that depend on parameters alone; they serve all micro-batches.
 
         Args:
             values: the result of `for_hoisted`; emptied.
@@ -461,7 +464,7 @@ class Executable:
         return self._backward_from[given]
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Return an output for the user: sharded if `sharded_outputs` has its name, else whole."""
+        """Return an output for the user: sharded if the program's `sharded_outputs` has the slot's name, else whole."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)

@@ -28,7 +28,7 @@ class Prove(Protocol):
     """Proves that an order of tasks is complete and ends."""
 
     def __call__(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Raise `VerificationError` if the proof fails. An order that `trains` must have backwards too."""
+        """Raise `VerificationError` if the proof fails. With `trains`, the order must have backwards too."""
         ...
 
 

@@ -93,7 +93,7 @@ def _parameters_of(groups: Any) -> chain[Any]:
 
 
 def _tensors_in(state: Any) -> chain[Any]:
-    """Return the names and values of the state of each parameter, one after another."""
+    """Return the items of each parameter's state, flattened: a name such as "exp_avg", its value, the next name, ..."""
     return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
 
 

@@ -96,9 +96,11 @@ def make_engine(
 
 
 def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
-    """Make a torch `DeviceMesh` of all processes, with groups that raise after `timeout_s` on CPUs.
+    """Return a torch `DeviceMesh` of all processes on devices of type `kind`, such as "cpu".
 
-    Torch's `init_device_mesh` always gives groups along axes a timeout of half an hour.
+    On CPUs, communication in its groups raises an error after `timeout_s`.
+
+    Torch's own `init_device_mesh` always gives such groups a timeout of half an hour.
     """
     if kind != "cpu":
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)

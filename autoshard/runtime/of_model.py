@@ -57,7 +57,7 @@ class OfModel(nn.Module, ABC):
             return self._of_own_code(found) if isinstance(found, MethodType) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the module's own attributes on itself, and all other attributes on the user's model."""
+        """Set the module's own attributes on itself, other attributes on the user's model, and `training` on both."""
         if self._is_own(name):
             super().__setattr__(name, value)
         if "_original" in vars(self) and (name == "training" or not self._is_own(name)):

@@ -85,7 +85,7 @@ def lay_out_loaded_state(
 
     Args:
         optimizer: the optimizer, whose state is changed.
-        lay_out: `lay_out(tensor, parameter)` returns a whole tensor sharded as a parameter is.
+        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
     """
     for held, state in optimizer.state.items():
         parameter = successor_of(held)

@@ -27,7 +27,7 @@ def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
 
     Args:
         model: any module.
-        lay_out: `lay_out(tensor, parameter)` shards a whole tensor as a parameter is sharded.
+        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
     """
     if isinstance(model._parameters, _Lending) or not any(isinstance(item, DTensor) for item in model.parameters()):
         yield

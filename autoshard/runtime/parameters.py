@@ -29,7 +29,9 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 
 
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `take(parameter)` for good; hooks, attributes and `take(gradient)` go with it.
+    """Replace each parameter by `take(parameter)` for good.
+
+    The new parameter gets the hooks and attributes of the old parameter, and `take(gradient)` as its gradient.
 
     The old parameter objects forward to the new ones, so that other holders of them, such as optimizers, keep working.
     """

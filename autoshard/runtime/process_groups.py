@@ -79,7 +79,10 @@ class ProcessGroups:
         return self.mesh.coordinates(self.rank)
 
     def name(self, group: str) -> str:
-        """Return torch's name of this rank's process group, for a group's name in a lowered program."""
+        """Return torch's name of this rank's process group, for a group's name in a lowered program.
+
+        Make the group if the name is new.
+        """
         if group not in self._names:
             found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
             self._names[group] = found

@@ -123,7 +123,7 @@ class SeedSequence:
     def _goes_on_loaded(self, now: Mark) -> bool:
         """Whether the sequence continues from a loaded state, because no seed was set since `load`.
 
-        The sequence still does if the user loads torch's own random state after `load`.
+        The sequence also continues if the user loads torch's own random state after `load`.
         """
         return self._is_loaded and now.seed in (self._left.seed, self.base) and not now.is_fresh
 

@@ -100,7 +100,7 @@ class ShardedModule(OfModel, HasWeights):
         self._become(model)
 
     def members(self) -> Members:
-        """Return the present modules, parameters and buffers of the model."""
+        """Return the present members of the model. If they changed, first gather buffers that are DTensors."""
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
@@ -115,12 +115,12 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the program that ran or was compiled last; None before the first."""
+        """The plan of the program that ran or was compiled last; None before the first program."""
         return None if self._last is None else self._last.compiled.plan
 
     @property
     def program(self) -> CompiledProgram | None:
-        """The program that ran or was compiled last; None before the first."""
+        """The program that ran or was compiled last; None before the first program."""
         return None if self._last is None else self._last.compiled
 
     @property
@@ -235,7 +235,10 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find the program for a call, with inputs padded to one of a few lengths; return it and the padded call."""
+        """Pad the inputs of a call to one of a few lengths, and find its program; return both.
+
+        `runs`: the program will run, so ranks compare its inputs.
+        """
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
@@ -314,7 +317,10 @@ class ShardedModule(OfModel, HasWeights):
     def _find_with_all_tangents(
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> Executable:
-        """Find or compile the program for a call in which each output has a tangent; the call drew `seed`."""
+        """Return the program for a call in which each output has a tangent; compile it if no known program serves.
+
+        `seed` is the seed that the call drew. For `derivatives`, see `Request`.
+        """
         key = key_of(call, self.members(), grad=True, all_tangents=True, derivatives=derivatives)
         self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
@@ -434,7 +440,7 @@ class ShardedModule(OfModel, HasWeights):
         return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
-        """Return an example input for tracing: a separate tensor, so that tracing does not touch the user's tensor."""
+        """Return an example of a call's leaf for tracing. A tensor becomes another tensor of global shape."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         example = self._engine.global_copy(leaf).detach()

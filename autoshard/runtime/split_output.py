@@ -36,7 +36,7 @@ _READS = frozenset(
         *("__format__", "__contains__", "equal", "allclose", "is_nonzero"),
     }
 )
-"""Functions that return numbers instead of tensors, by name."""
+"""Names of functions that return numbers instead of tensors."""
 
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
 """Functions of autograd, which get their arguments unchanged."""
@@ -49,7 +49,7 @@ _LOOKS = frozenset(
         *("detach_", "clone", "contiguous", "to", "cpu", "float", "double", "half", "bfloat16"),
     }
 )
-"""Functions that inspect a tensor, or copy it with its sharding, by name."""
+"""Names of functions that inspect a tensor, or copy a tensor with its sharding."""
 
 _ON_PARTS = frozenset(
     {
@@ -61,7 +61,7 @@ _ON_PARTS = frozenset(
         *("unsqueeze", "squeeze", "narrow"),
     }
 )
-"""Functions, by name, for which DTensor gives the values and gradients of one device; each is tested."""
+"""Names of functions for which DTensor gives the values and gradients of one device; each function is tested."""
 
 
 class SplitOutput(DTensor):

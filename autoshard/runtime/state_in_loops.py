@@ -68,7 +68,10 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, equal on all ranks, sharded as the DTensor `like` is."""
+    """Return a whole tensor, equal on all ranks, sharded as the DTensor `like` is.
+
+    If only other ranks hold shards of `like`, return `value` itself.
+    """
     assert isinstance(like, DTensor), "only state of DTensors is sharded"
     if is_elsewhere(like):
         return value

@@ -40,11 +40,14 @@ class StepsTaken:
         return float(step)
 
     def are_as_counted(self) -> bool:
-        """Whether no other code wrote to the counts since this object last did."""
+        """Whether no other code wrote to the counts since this object last wrote to them."""
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether exactly these parameters were counted last, and no other code changed their counts since."""
+        """Whether exactly these parameters were counted last, and no other code changed their counts since.
+
+        Always true for SGD, which keeps no counts.
+        """
         if self._is_sgd:
             return True
         state = self._optimizer.state

@@ -84,7 +84,7 @@ def describe_update(
     Args:
         optimizer: a traced optimizer.
         names: the name of each parameter by `id`.
-        max_grad_norm: see `Update`.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
 
     Raises:
@@ -127,7 +127,7 @@ class TracedState:
     Args:
         optimizer: a traced optimizer over parameters of the model.
         engine: the engine that runs the programs.
-        max_grad_norm: see `Update`.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
@@ -190,7 +190,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """Return the slots of state that other ranks' stages hold and that this optimizer does not list yet."""
+        """Return the slots of state of other ranks' stages that this optimizer does not list as held elsewhere yet."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -250,7 +250,7 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the optimizer's group that has a parameter."""
+        """Return the entry of `optimizer.param_groups` that contains `parameter`: its options, by name."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 

@@ -89,7 +89,7 @@ class TrainStep(HasWeights):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles each new value."""
+        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles again for each new norm."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -116,7 +116,7 @@ class TrainStep(HasWeights):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the step's program; None before the first call."""
+        """The plan of the program that ran or was compiled last; None before the first program."""
         return self.sharded.plan
 
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")

@@ -117,7 +117,7 @@ def plan_of_decisions(
 
 
 def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
-    """Return a boolean for each option of `variable`: whether its cost is finite beside the decisions in `choice`.
+    """Return a boolean for each option of `variable`: whether its cost, given the decisions in `choice`, is finite.
 
     `choice` maps each decided variable to the index of its option.
     """

@@ -92,5 +92,5 @@ def _read_by_update(planning: PlanningProblem) -> Collection[str]:
 
 
 def _is_sum(strategy: Strategy) -> bool:
-    """Whether all results of a strategy are whole or partial sums, and no partial maxima or products."""
+    """Whether each result of a strategy is whole or a partial sum, not a partial maximum, minimum or product."""
     return all(reduction is Reduction.SUM for spec in strategy.outputs for _, reduction in spec.partial)

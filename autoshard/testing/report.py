@@ -47,7 +47,10 @@ class Comparison:
     rounding: float = 0.0
 
     def is_close(self, tolerance: float) -> bool:
-        """Whether the difference is within `tolerance` of the scale, below the floor, or explained by rounding."""
+        """Whether the difference counts as rounding.
+
+        It does if it is at most `tolerance` times the scale, `ABSOLUTE_FLOOR`, or `ROUNDING_FACTOR` times `rounding`.
+        """
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
@@ -84,7 +87,7 @@ class CheckReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The values that differ by more than rounding; `precisely` decides if it is not empty."""
+        """The values that differ by more than rounding. If `precisely` is not empty, its comparisons decide."""
         if self.precisely:
             return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
@@ -129,7 +132,10 @@ class CheckReport:
 def compare_all(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor] = {}
 ) -> tuple[Comparison, ...]:
-    """Compare all values that either side has, by name."""
+    """Return a comparison for each name among the values of the mesh (`actual`) and of one device (`expected`).
+
+    `exact` has the values of a more precise run, by name.
+    """
     names = dict.fromkeys((*expected, *actual))
     return tuple(compare(name, actual.get(name), expected.get(name), exact.get(name)) for name in names)
 
@@ -137,7 +143,10 @@ def compare_all(
 def compare(
     name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, exact: torch.Tensor | None = None
 ) -> Comparison:
-    """Compare one value with that of one device; `exact` is the value of a more precise run."""
+    """Return the comparison of a value on the mesh (`actual`) with the value on one device (`expected`).
+
+    `exact` is the value of a more precise run. A value of None is missing.
+    """
     if actual is None or expected is None or actual.shape != expected.shape:
         return Comparison(name, float("inf"), 0.0)
     if not expected.numel():

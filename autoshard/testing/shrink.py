@@ -109,7 +109,10 @@ class _Shrinking:
         return self.known[source]
 
     def source(self, calls: Sequence[fx.Node]) -> str:
-        """Return a script that makes `calls` with recorded inputs and checks them under the plan's specs."""
+        """Return a script that makes `calls` and checks them under the plan's specs.
+
+        The inputs are like the recorded values; `_value_text` writes them.
+        """
         part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
         lines = [

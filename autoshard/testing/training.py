@@ -35,7 +35,7 @@ class Training:
         steps: the number of optimizer steps.
         make_optimizer: maps parameters to an optimizer, which runs outside the program.
         whole_step: the step with its update inside the program; None: use `make_optimizer`.
-        draws: the model draws random numbers.
+        draws: whether the model draws random numbers.
     """
 
     args: tuple[Any, ...]

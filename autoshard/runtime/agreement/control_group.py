@@ -58,7 +58,7 @@ class ControlGroup:
 
     Args:
         ranks: the ranks of the processes, this process among them.
-        timeout_s: see `ControlChannel`.
+        timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> None:
@@ -102,7 +102,10 @@ class ControlGroup:
             )
 
     def share(self, compute: Callable[[], T], action: str = "take the first rank's plan") -> T:
-        """Run `compute` on the first rank, and return its result or raise its error on every rank."""
+        """Run `compute` on the first rank; return its result, or raise its `AutoshardError`, on every rank.
+
+        After any other error of `compute`, the other ranks raise `RankMismatchError`.
+        """
         mine: Any = None
         if self.channel.rank == self.channel.ranks[0]:
             with self.telling_errors(), self.channel.showing_life(action):
@@ -154,7 +157,7 @@ class ControlGroup:
         return everyone
 
     def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
-        """Format a fact, such as `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        """Return a text of the ranks that hold each value of a fact: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
             if name in theirs or not isinstance(name, PieceFact):

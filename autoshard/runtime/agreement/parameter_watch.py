@@ -50,7 +50,7 @@ class ParameterWatch:
         self._groups: list[tuple[str, list[_WatchedPart]]] = list(self._by_place())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
-        """Watch the copies of the tensors."""
+        """Return a watch of the copies of the tensors."""
         result = ParameterWatch(copy.deepcopy(self._named, memo), self._ranks)
         result._groups = result._groups if self._groups else []
         return result
@@ -62,10 +62,11 @@ class ParameterWatch:
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """Return a digest of a few elements of a few tensors, in a dict from the name of the fact to the digest.
+        """Return a digest of a few elements of one group of tensors, in a dict with one entry.
 
-        `turn` is the number of the call; each turn reads other elements. The digest is a tensor if the elements are on
-        an accelerator. The dict is empty if no two ranks hold the same piece of a tensor.
+        The key says which piece of the tensors this rank holds, and which elements were read. `turn` is the number of
+        the call; each turn reads other elements. The digest is a tensor if the elements are on an accelerator. The dict
+        is empty if no other rank holds the same piece of a tensor, or after `stop_sampling`.
         """
         if not self._groups:
             return {}
@@ -88,7 +89,7 @@ class ParameterWatch:
         return found
 
     def stop_sampling(self) -> None:
-        """From now on, `sample` returns nothing, so that values are no longer compared."""
+        """Let `sample` and `elements` return empty dicts from now on, so that values are no longer compared."""
         self._groups = []
 
     def facts(self) -> Facts:

@@ -205,7 +205,10 @@ class StepAgreement:
             yield
 
     def add(self, executable: Executable, model: nn.Module) -> None:
-        """Record the program compiled for the present call, and watch the model's tensors as sharded now."""
+        """Record the program compiled for the present call, and watch the model's tensors from now on.
+
+        A new `ParameterWatch` is made, because compiling may have sharded the tensors.
+        """
         if self._check is not Check.OFF and self._call is not None:
             self._seen.add(_identify(self._call, executable))
             self._watch = ParameterWatch(named_tensors(model), len(self._ranks.channel.ranks))
@@ -341,10 +344,11 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-    """Return a digest of the inputs for each device type and place; the place says which piece this rank holds.
+    """Return one digest of the inputs on each device type of which this rank holds the same piece.
 
-    Inputs that no other rank holds are left out. A digest covers small inputs whole. For a large input, it covers the
-    sum and a sample, which moves at each turn.
+    The key of a digest has the device type as its name, and the coordinates of the piece as its place. Inputs that no
+    other rank holds are left out. A digest covers small inputs whole. For a large input, it covers the sum of its words
+    and a sample of its bytes. Each `turn` samples other bytes.
     """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
@@ -360,7 +364,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
 
 
 def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
-    """Return a digest of the places of several values, and a digest of the values; see `_are_alike`."""
+    """Return a digest of the set of places in the keys of `values`, and a digest of the values; see `_are_alike`."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 
 

@@ -155,7 +155,7 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """Accept connections of the ranks that send to this rank; return them by round.
+    """Accept the connections of the ranks that send to this rank; return each socket by the number of its round.
 
     A connection without the token is closed.
     """
@@ -204,7 +204,7 @@ def _address_towards(host: str) -> str:
 
 
 def _receive(source: socket.socket, count: int) -> bytes:
-    """Read `count` bytes."""
+    """Return the next `count` bytes from a socket; wait until all have come."""
     said = b""
     while len(said) < count:
         more = source.recv(count - len(said))

@@ -165,7 +165,11 @@ def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Make an empty temporary folder."""
+    """Undo an interrupted swap of the folder `path`, and make the empty temporary folder `aside`.
+
+    Raises:
+        WeightsError: `path` is a file.
+    """
     if path.exists() and not path.is_dir():
         raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
     _put_back(path)
@@ -174,7 +178,7 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
-    """Write a file of tensors; a rank with `path=None` only takes part in gathering them."""
+    """Write the file `path` of tensors; a rank with `path=None` only takes part in gathering the tensors."""
     blocks = _blocks(tensors)
     try:
         if path is not None:

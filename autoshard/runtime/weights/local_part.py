@@ -19,7 +19,7 @@ class LocalPart:
     Args:
         tensor: the rank's own memory; writes to it are writes to the whole tensor.
         offset: the global index of its first element, one entry per dim.
-        shape: the shape of the whole.
+        shape: the shape of the whole tensor.
     """
 
     tensor: torch.Tensor

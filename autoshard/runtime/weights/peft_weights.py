@@ -58,7 +58,7 @@ def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def write_configurations(model: Any, path: Path) -> None:
-    """Write beside each adapter the configuration that `PeftModel.from_pretrained` reads."""
+    """Write each adapter's configuration, which `PeftModel.from_pretrained` reads, into its folder under `path`."""
     base = model.get_base_model() if _is_peft_model(model) else model
     for folder, config in _configurations(model).values():
         config = deepcopy(config)

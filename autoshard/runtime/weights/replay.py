@@ -133,7 +133,11 @@ class Replay:
         return _BoxedValue(first, found) if found else first
 
     def _first(self, view: StridedView, root: int) -> _Formula:
-        """Return the formula of the value that a tensor has before the first write to its memory."""
+        """Return the formula of the value that a tensor has before the first write to its memory.
+
+        Raises:
+            _NotByPartsError: the value cannot be computed by parts.
+        """
         if view.memory == root:
             return _Before(view.dtype, False)
         index, created = self._creations.get(view.memory, (0, None))

@@ -78,7 +78,7 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file. Without an error, first wait until all of it is on the disk."""
+        """Close the file. Without an error, first wait until the whole file is on the disk."""
         try:
             if error is None:
                 self._file.flush()

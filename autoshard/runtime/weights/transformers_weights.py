@@ -23,7 +23,7 @@ from autoshard.runtime.weights.unread import Unread
 
 
 def applies_to(model: nn.Module) -> bool:
-    """Whether a model is a transformers model, or an instance of a user's subclass of one."""
+    """Whether a model is a `PreTrainedModel`, and the installed transformers has functions to convert weights."""
     transformers = sys.modules.get("transformers")
     if transformers is None or find_spec("transformers.core_model_loading") is None:
         return False

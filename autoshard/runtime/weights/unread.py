@@ -78,16 +78,16 @@ class Unread:
         self._read = read
 
     def __repr__(self) -> str:
-        """Show shape and dtype."""
+        """Return the shape and dtype as text."""
         return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def nbytes(self) -> int:
-        """The size of the whole in bytes."""
+        """The size of the whole tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """Return the values of a region, by default the whole; they may share memory with their source."""
+        """Return the values of a region, by default of the whole tensor. They may share memory with the source."""
         return self._read(whole_region(self.shape) if region is None else region)
 
     def __getattr__(self, name: str) -> Any:

@@ -72,7 +72,7 @@ class WeightFiles:
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
     def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
-        """Collect the tensors of each file in `tensors` and `homes`; yield a text for each problem."""
+        """Add the tensors of each file to the attributes `tensors` and `homes`; yield a text for each problem."""
         for path in found.paths:
             try:
                 tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
@@ -118,7 +118,11 @@ def _touched_bytes(values: torch.Tensor) -> int:
 
 
 def _opened(path: Path) -> Any:
-    """Open a file; the library checks its header and its length."""
+    """Return an open safetensors file. The library checks its header and its length.
+
+    Raises:
+        WeightsError: the file is missing or damaged.
+    """
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
