@@ -159,7 +159,8 @@ class Comparison:
             without the part.
         hidden: seconds of hidden communication, by name.
         parameters: for each parameter whose spec differs, both specs; None for a plan without the parameter.
-        outputs: the same for the program's results, by kind and name ("gradient w", "output output:0").
+        outputs: for each result of the program whose spec differs, both specs, by kind and name ("gradient w", "output
+            output:0").
         meshes: both meshes as text.
         tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
             have different batches.

@@ -49,7 +49,7 @@ class VerificationReport:
         )
 
     def assuming(self, sentence: str) -> VerificationReport:
-        """Return a copy with one more assumption, in a sentence."""
+        """Return a copy of the report with `sentence` as a further assumption."""
         return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:

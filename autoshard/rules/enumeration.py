@@ -203,7 +203,10 @@ def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether each axis that splits a factor in `others` of some `Split` also splits another factor."""
+    """Whether no axis splits a factor of some `Split.others` alone, without another factor.
+
+    `splits` has the axes of each split factor. `choices` has the choice of each mesh axis.
+    """
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 

@@ -92,7 +92,7 @@ _BY_NUMBER: Mapping[Any, Any] = {
 """Operators with a number argument, and their variants with a tensor in the number's place."""
 
 Padded = dict[int, Any]
-"""Padded dim of a tensor to the symbol of its true size."""
+"""For one tensor, a dict from each padded dim to the symbol of the dim's true size."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -182,7 +182,7 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """Return the indices of a mask's ones, followed by padding. Equal masks share one node."""
+        """Return the indices of a mask's ones (`symbol` is their number), then padding. Equal masks share one node."""
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -293,7 +293,7 @@ class _Bounding:
         return self._checked_call(node, _BY_NUMBER[node.target], (operand, self._like(number, operand)), {})
 
     def _like(self, number: Any, operand: Any) -> Any:
-        """Return a number in the dtype of an operand, as a Python number would be."""
+        """Return a number to combine with an operand. A computed scalar is cast to the operand's floating dtype."""
         dtype = operand.meta["val"].dtype
         if not isinstance(number, fx.Node) or not dtype.is_floating_point:
             return number
@@ -359,7 +359,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """Return for each operand its dims to fill, with their fill values."""
+        """Return one dict for each operand: from each dim whose padding is filled, to the fill value."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)

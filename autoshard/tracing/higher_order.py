@@ -152,7 +152,10 @@ def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: i
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Makes `table[i, j]` look up numbers that `vmap` runs over. Plain indexing would read the numbers."""
+    """Makes `table[i, j]` a lookup of rows if all indices are numbers, and some are integer scalar tensors.
+
+    `vmap` may run over such scalars, and plain indexing would read their values.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:

@@ -42,7 +42,7 @@ class RandomSites:
     next_site: int = 0
 
     def take(self) -> int:
-        """Return the number of the next random operator, and count on."""
+        """Return the number of the next random operator, and increase `next_site` by one."""
         self.next_site += 1
         return self.next_site - 1
 
@@ -63,7 +63,10 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse a model that seeds PyTorch's generator. It draws equal numbers in every call, which a program does not."""
+    """Refuse a model that seeds PyTorch's generator within the context.
+
+    Such a model draws the same numbers in every call. A program draws other numbers in each call.
+    """
 
     def refuse(*_: Any) -> None:
         where = user_line(sys._getframe(1))

@@ -86,7 +86,11 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 
 
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
-    """Return the properties in which equal blocks agree: classes, shapes and dtypes of tensors, plain attributes."""
+    """Return the properties in which equal blocks agree: classes, shapes and dtypes of tensors, plain attributes.
+
+    The attributes in `counting`, as (module, attribute), number the blocks and are left out. None has the signature
+    None.
+    """
     if block is None:
         return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())

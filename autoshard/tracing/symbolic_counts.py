@@ -95,7 +95,7 @@ class SymbolicCounts:
 
         Raises:
             ValueUnavailableError: the example does not decide whether an expression holds.
-            UnboundedSizeError: an expression does not hold.
+            UnboundedSizeError: an expression does not hold in the example.
         """
         for expression in expressions:
             holds = expression.subs(self.numbers)
