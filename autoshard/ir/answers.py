@@ -95,7 +95,7 @@ class WhyNot:
     Args:
         feature: the feature in question: "tensor", "fsdp", ...
         used: how the plan uses the feature ("over model", "in its recipe (...)"), or "" if it does not.
-        chosen: the plan itself.
+        chosen: predicted cost of the plan itself.
         variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
         memory_budget: bytes per device, or None.
         missing: the reason in words if there are no `variants`, else "".
@@ -121,7 +121,7 @@ class Limits:
     """Answer of `Plan.limits`: the time that more memory or faster hardware saves, found by planning again.
 
     Args:
-        chosen: the plan itself.
+        chosen: predicted cost of the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: bytes per device, or None.
         memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), averaged over a tenth

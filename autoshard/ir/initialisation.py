@@ -167,7 +167,7 @@ class Initialisation:
 
     Args:
         operations: the operations, in order.
-        numels: number of a memory to the number of its elements.
+        numels: from the number of a memory to how many elements it has.
         begins: name of each parameter and buffer to its view before initialisation. Each has a whole memory, in
             contiguous order.
         ends: name of each parameter and buffer to the view of its final value.

@@ -116,7 +116,7 @@ class Mesh:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that communicate along `axes`. In a group, the last axis varies fastest."""
+        """Return the groups of ranks that communicate along `axes`. In a group, the last of `axes` varies fastest."""
         for axis in axes:
             self.axis_size(axis)
         others = [name for name in self.axis_names if name not in axes]

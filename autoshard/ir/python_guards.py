@@ -243,7 +243,7 @@ class PythonUse:
     """Python values that a trace read and set.
 
     Args:
-        names: for each object (its title, the object, the names that the trace looked up in it).
+        names: for each object, a tuple (its title, the object, the names that the trace looked up in the object).
         containers: dicts, lists and sets that the trace read as a whole, each as (its title, the container).
         settings: attributes that the call sets to plain values, each as (object, name, value).
         notes: sentences for the user about effects that a compiled call does not have.

@@ -66,7 +66,10 @@ class Move:
 def _move(
     kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
 ) -> Move:
-    """Return the move. Equal moves are one object, because graphs of many axes have hundreds of thousands of edges."""
+    """Return a move with these fields.
+
+    Equal moves are one object, because graphs of many axes have hundreds of thousands of edges.
+    """
     return Move(kind, axis, dim, to_dim, reduction)
 
 

@@ -36,7 +36,7 @@ class VerificationReport:
 
     @classmethod
     def together(cls, reports: Sequence[VerificationReport]) -> VerificationReport:
-        """Join the reports of several programs, on the mesh of the first."""
+        """Return one report for several programs. Its mesh is the mesh of the first report."""
         return cls(
             reports[0].mesh,
             sum(report.nodes for report in reports),

@@ -136,7 +136,7 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
 
 
 def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
-    """Whether these axes together may split a factor.
+    """Whether `axes` together may split `factor`, given the carry of each axis that carries partial values.
 
     Pieces must be large enough for the rewrite's communication. An uneven split needs padding that the rule allows. If
     padding is filled with another value than 0, no partial sum or product may be carried, because each addend would

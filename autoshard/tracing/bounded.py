@@ -438,7 +438,7 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
 
 
 def runs_without_rewrite(target: Any, bound: BoundRule, factor: str) -> bool:
-    """Whether a call on a part of `factor` computes the right part without the change that its sharding rule makes."""
+    """Whether the operator, run unchanged on a part of `factor`, computes the right part of the result."""
     if bound.local is None or target in _LOOKUPS:
         return True
     return target in ROWWISE and not bound.may_communicate(factor)

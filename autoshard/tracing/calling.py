@@ -69,7 +69,7 @@ class Result:
 
     Args:
         tree: pytree structure of the model's result.
-        indices: leaf indices of the tensors; those of `kept` come last.
+        indices: leaf index of each tensor in the result, then the leaf indices in `kept`.
         constants: leaf index to the leaf, for all other leaves. Objects that a program cannot return become None.
         dropped: types of the objects that become None.
         kept: leaf index to the module attribute in which the call left a tensor. These indices follow the result's

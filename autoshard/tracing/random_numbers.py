@@ -237,9 +237,9 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """Draw integers from `from` to `to`.
+    """Draw integers from `from` to `to` - 1.
 
-    `from` is a Python keyword, so it is in `bounds`. Without `to`, the type's largest number is the end.
+    `from` is a Python keyword, so it is in `bounds`. Without `to`, the largest possible integer is that of `_largest`.
     """
     low = bounds.get("from") or 0
     if to is None:

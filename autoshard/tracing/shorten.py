@@ -122,7 +122,10 @@ def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
 
 
 def with_lists(model: nn.Module, lists: Mapping[str, nn.ModuleList], path: str = "") -> nn.Module:
-    """Return a shallow copy of a model with other module lists at some paths."""
+    """Return a shallow copy of a model, in which `lists` replace the module lists at their paths.
+
+    `path` is the path of `model` itself.
+    """
     copied = copy.copy(model)
     children: dict[str, nn.Module | None] = {}
     for name, child in model._modules.items():
