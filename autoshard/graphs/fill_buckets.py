@@ -188,7 +188,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Allocate the buffer of bucket `packed`, and copy those members into it that are inputs of the graph."""
+        """Allocate the buffer of bucket `packed`, and copy the members into it that are inputs of the graph."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)

@@ -76,7 +76,7 @@ class Execution(Recipe):
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """Return the execution of another recipe with the same other settings.
+        """Return an execution of `recipe` with the runtime and the settings of this execution.
 
         A field that the recipe leaves free gets a plain value: sizes 1, `zero` 0, no recomputation, no offload. The
         number of `virtual_stages` becomes the smallest that the schedule takes.
@@ -125,4 +125,4 @@ class Execution(Recipe):
 
 
 _PLAIN = {item.name: item.default for item in fields(Execution) if item.name in _OF_RECIPES}
-"""Name of a field of `Recipe` to the plain value that replaces None."""
+"""From the name of a field of `Recipe` to the plain value that replaces None."""

@@ -170,8 +170,8 @@ class Initialisation:
         numels: from the number of a memory to how many elements it has.
         begins: name of each parameter and buffer to its view before initialisation. Each has a whole memory, in
             contiguous order.
-        ends: name of each parameter and buffer to the view of its final value.
-        constants: number of a memory that existed before the record began, to its flat values.
+        ends: from the name of each parameter and buffer to the view of its final value.
+        constants: from the number of a memory that existed before the record began, to its flat values.
         seed: number of the memory that holds the seed.
     """
 

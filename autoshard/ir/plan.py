@@ -94,7 +94,7 @@ class Plan:
     Args:
         mesh: the mesh.
         program_digest: digest of the traced program that the plan belongs to.
-        inputs: name of each input to the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
+        inputs: for each input name, the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
             inputs with these texts.
         nodes: specs of every node of the program, by node name.
         outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").

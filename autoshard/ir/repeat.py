@@ -78,7 +78,7 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def same_place_in_unit_of(self, path: str, other: str) -> str | None:
-        """Return the path of the same place as `path` in the unit that contains `other`.
+        """Return the path in the unit of `other` that leads to the same place as `path` does in its own unit.
 
         None if one of the paths lies in no block of the list.
         """

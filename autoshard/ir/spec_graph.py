@@ -152,7 +152,7 @@ class SpecGraph:
         classes: class number of each edge, [edges]. Edges of one class have equal kind, axis and reduction.
         stack_ids: index in `stacks` of each dim's stack, [nodes, ndim].
         stacks: the distinct stacks.
-        index: state to the index of its node.
+        index: from a state to the index of its node.
     """
 
     mesh: Mesh

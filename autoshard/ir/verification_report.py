@@ -18,9 +18,9 @@ class VerificationReport:
         mesh: the mesh of the plan, including its pipeline axis.
         nodes: number of nodes of the lowered program, all covered by the proof.
         values: number of values of the traced program that the proof finds among the values of the ranks.
-        results: kind of result to the number of results that are proven to have the spec of their slot.
-        collectives: name of a collective ("all_reduce over data") to the number of its calls.
-        rules: operator to the number of traced calls whose proof rests on its sharding rule.
+        results: from a kind of result to the number of results that are proven to have the spec of their slot.
+        collectives: from the name of a collective ("all_reduce over data") to the number of its calls.
+        rules: from an operator to the number of traced calls whose proof rests on the operator's sharding rule.
         assumptions: assumptions of the proof, one sentence each.
         seconds: wall time of the proof.
     """

@@ -1,10 +1,10 @@
 """Turns AOTAutograd's joint graph into a `Program`, in four steps.
 
 1. Identify each placeholder and each result by AOTAutograd's descriptors.
-2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if outputs,
-   buffer updates or guarded values depend on it, but it depends on no tangent.
-3. Copy the live nodes into a new graph without redundant nodes (`simplify`). A node that
-   only the backward needs, such as a copy of a later overwritten value, comes after all nodes of the forward.
+2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if outputs, buffer updates or
+   guarded values depend on it, but it depends on no tangent.
+3. Copy the live nodes into a new graph without redundant nodes (`simplify`). A node that only the backward needs, such
+   as a copy of a later overwritten value, comes after all nodes of the forward.
 4. Cut out the program that computes guarded values from the inputs.
 """
 

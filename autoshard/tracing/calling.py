@@ -45,8 +45,8 @@ class TracedCall:
     """The flattened arguments of a model's call.
 
     Args:
-        tensors: leaf index to the leaf, for leaves that are tensors.
-        constants: leaf index to the leaf, for all other leaves.
+        tensors: from the index of a leaf to the leaf, for leaves that are tensors.
+        constants: from the index of a leaf to the leaf, for all other leaves.
         tree: pytree structure that nests the leaves into `(args, kwargs)`.
         paths: a readable path of each leaf: "args[0]['mask']".
     """
@@ -70,10 +70,11 @@ class Result:
     Args:
         tree: pytree structure of the model's result.
         indices: leaf index of each tensor in the result, then the leaf indices in `kept`.
-        constants: leaf index to the leaf, for all other leaves. Objects that a program cannot return become None.
+        constants: from the index of a leaf to the leaf, for leaves that are no tensors. Objects that a program cannot
+            return become None.
         dropped: types of the objects that become None.
-        kept: leaf index to the module attribute in which the call left a tensor. These indices follow the result's
-            leaves.
+        kept: from a leaf index to the path of the module attribute in which the call left a tensor. These indices
+            follow the leaves of the model's own result.
         lost: attributes in which the call left tensors, and which a program does not set.
         detached: leaf indices of tensors that do not require grad.
         reached: for each tensor, the indices of the flat inputs that autograd surely reaches (`reach.reached_inputs`).

@@ -158,7 +158,7 @@ COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
 }
-"""Operator to a function (count, *args) that performs the call with `count`."""
+"""From an operator to a function `f(count, *args)` that performs a call of the operator with `count`."""
 
 
 def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -53,7 +53,7 @@ def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
-    """Do `torch.sparse_coo_tensor`, but return a dense tensor if `size` is given and the values require grad.
+    """Return the result of `torch.sparse_coo_tensor`, as a dense tensor if `size` is given and values require grad.
 
     A trace would lose the gradient of a sparse tensor.
     """

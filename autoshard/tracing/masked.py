@@ -59,7 +59,7 @@ class _Masked:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """Do `x[index] = value`, in one of the two forms if a mask is among the indices."""
+    """Assign `x[index] = value`. If a mask is among the indices, use one of the module's two forms."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(map(_is_mask, entries)):
         x[index] = value
@@ -141,4 +141,4 @@ ASSIGNMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.index_put: _index_put,
     torch.index_put_: _index_put_,
 }
-"""Functions of torch to the functions that replace them during a trace."""
+"""From a function of torch to the function that replaces it during a trace."""

@@ -198,7 +198,7 @@ def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs:
 def place_casts(graph: fx.Graph) -> None:
     """Move casts to save memory: an input is cast before its first use, a result right after its operand.
 
-    A trace has the casts of parameters first, and those of their gradients last.
+    Before the move, casts of parameters are the first nodes, and casts of gradients are the last nodes.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:

@@ -336,7 +336,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""Name of PyTorch's operator, without the underscore of its in-place variant, to a function that draws."""
+"""From the name of a PyTorch operator, without the underscore of an in-place variant, to a function that draws."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
 """Names of PyTorch's operators that draw by the counter-based generator."""

@@ -276,7 +276,10 @@ class _RmsNorm(torch.autograd.Function):
 def _fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do RMS norm by `_RmsNorm`. Below autograd, return NotImplemented, by which torch keeps the operator whole."""
+    """Return the results of RMS norm, computed by `_RmsNorm`.
+
+    Below autograd, return NotImplemented, by which torch keeps the operator whole.
+    """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
     return _norm(x, normalized_shape, weight, eps)
