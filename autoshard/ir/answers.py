@@ -37,14 +37,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Outcome):
-    """One possible spec of a value, with the best plan that uses it."""
+    """One possible spec of a value, with the cost of the best plan that has the spec."""
 
     spec: PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Variant(Outcome):
-    """One change, in words, with the best plan under the change."""
+    """A way to have a feature, or a change of the hardware, with the cost of the best plan. `name` is in words."""
 
     name: str
 

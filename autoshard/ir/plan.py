@@ -451,7 +451,7 @@ class Plan:
 
 
 def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    """Return the differences between two plans."""
+    """Return the comparison of two plans: figures of both, and the specs that differ."""
     mine, others = first.predicted, second.predicted
     specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
     return Comparison(

@@ -251,7 +251,10 @@ def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> Spec
 def _explore(
     mesh: Mesh, ndim: int, reductions: Sequence[Reduction]
 ) -> tuple[dict[State, int], list[tuple[Move, int, int]]]:
-    """Return all states reachable from the replicated state, breadth first, and the edges sorted by source."""
+    """Search breadth first for the states that are reachable from the replicated state.
+
+    Return a dict from each state to its index, and the edges as (move, source, target), sorted by source.
+    """
     states: list[State] = [(((),) * ndim, ())]
     index = {states[0]: 0}
     edges = []

@@ -77,12 +77,12 @@ class HaloWindow:
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The factors of the operand's dim."""
+        """The factors of the operand's dim: o and s, or a factor that cannot be split if the dim does not fit."""
         return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the result's dim."""
+        """The factors of the result's dim: o, or a factor that cannot be split if the dim does not fit."""
         return (self.factor,) if self.fits else BLOCKED
 
 

@@ -231,7 +231,7 @@ class _Bounding:
         return result
 
     def _bounded(self, expression: Any) -> int:
-        """Return a size with the bound of each symbol in its place."""
+        """Return the upper bound of a size: its value if each symbol has its bound."""
         if not expression.free_symbols <= self.counts.keys():
             raise UnboundedSizeError(f"{expression} is the size of something else")
         return int(expression.subs({symbol: count.bound for symbol, count in self.counts.items()}))
@@ -315,7 +315,7 @@ class _Bounding:
         return self._call(aten.where.self, (spread, written, x))
 
     def _mean(self, node: Any) -> fx.Node:
-        """Return the sum of rows divided by their number, in place of a mean."""
+        """Copy a mean as a sum of rows that is divided by the true number of rows."""
         x = self.copies[node.args[0]]
         of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
         dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
@@ -392,7 +392,7 @@ class _Bounding:
         return fx.map_arg(arguments, fill)
 
     def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
-        """Return the operand with a number in its padding."""
+        """Return the operand after `value` is written into the padding of the one dim in `dims`."""
         key = (operand, value, tuple(dims))
         if key not in self.filled:
             ((dim, symbol),) = dims.items()
@@ -407,7 +407,7 @@ class _Bounding:
         return self.padded.get(operand, ({},))[0]
 
     def _call(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """Emit a node with its value; other metadata comes from the original node."""
+        """Emit a call with its fake value. All other metadata comes from the source node `of`."""
         copy = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
         assert self.of is not None
         values, options = fx.map_arg((copy.args, copy.kwargs), lambda operand: operand.meta["val"])
@@ -469,7 +469,7 @@ def _is_number(node: Any) -> bool:
 
 
 def _is_size_of(node: Any, number: Any) -> bool:
-    """Whether a call uses a number only as a size."""
+    """Whether the call `node` uses `number` only as its size argument."""
     place = _SIZED.get(node.target)
     leaves = pytree.tree_leaves((*node.args[:place], *node.args[place + 1 :], node.kwargs)) if place is not None else []
     return place is not None and number not in leaves

@@ -48,7 +48,7 @@ def _ctc_loss(
 
 
 def _lengths(lengths: Tensor | Sequence[int], log_probs: Tensor) -> Tensor:
-    """Return lengths as an int64 tensor [N]."""
+    """Return lengths as an int64 tensor [N] on the device of `log_probs`."""
     return torch.as_tensor(lengths, dtype=torch.int64, device=log_probs.device).reshape(-1)
 
 

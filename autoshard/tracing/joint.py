@@ -255,7 +255,7 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Export the joint graph of a call on fake tensors."""
+    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})
     slots = (

@@ -91,7 +91,7 @@ class Casts:
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return a pytree with its wider tensors cast."""
+        """Return the pytree `inputs`, in which tensors wider than `dtype` are cast to `dtype`."""
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
 
     @contextlib.contextmanager

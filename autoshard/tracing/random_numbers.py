@@ -130,7 +130,7 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 
 def refuse_generator(func: Any, generator: Any) -> None:
-    """Raise `TraceError` for a call with a generator of its own."""
+    """Raise `TraceError` if `generator`, an argument of a call of `func`, is not torch's default generator."""
     default: Any = torch.default_generator
     if generator is None or generator._cdata == default._cdata:
         return

@@ -116,7 +116,7 @@ class _Appending:
                 yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
 
     def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """Return the updated parameter, then its updated state."""
+        """Emit the update of one parameter. Return the nodes of the updated parameter and of its updated state."""
         call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
         if not rule.state:
             return [call]
