@@ -87,12 +87,12 @@ class Execution(Recipe):
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same parameters before ZeRO: data x context."""
+        """Number of ranks with the same parameters before ZeRO: data x context."""
         return self.data * self.context
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a pipeline stage that share out the experts, or equal pieces of them."""
+        """Number of ranks of a pipeline stage that share out the experts, or equal pieces of the experts."""
         return self.replicas * self.tensor // self.expert_tensor
 
     @property
@@ -107,12 +107,12 @@ class Execution(Recipe):
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences in a step, over all replicas."""
         return self.micro_batch * self.data if self.global_batch is None else self.global_batch
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of each replica in a step."""
+        """Number of micro-batches of each replica in a step."""
         return self.batch // (self.micro_batch * self.data)
 
     @property

@@ -58,7 +58,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """Make the abstract mesh of a torch `DeviceMesh` with named dims."""
+        """Return a mesh with the names and sizes of the dims of a torch `DeviceMesh`, which must have names."""
         names = device_mesh.mesh_dim_names
         if names is None:
             raise MeshError(

@@ -138,7 +138,7 @@ class Prediction:
 
     @property
     def communication(self) -> Mapping[str, Communication]:
-        """Exposed and hidden communication over each mesh axis.
+        """Exposed and hidden communication over each mesh axis, by the name of the axis.
 
         Example:
             >>> parts = {"forward compute": 2.0, "communication over x": 1.0}

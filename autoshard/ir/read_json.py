@@ -38,7 +38,7 @@ as mappings.
 
 
 def parse(text: str) -> Any:
-    """Parse a JSON text.
+    """Return the data of a JSON text.
 
     Raises:
         ValueError: the text is no JSON, or contains something that the JSON standard leaves open. The message names it.

@@ -78,7 +78,7 @@ class Update:
 
 
 def check_norm(max_grad_norm: Any) -> None:
-    """Raise `NotAvailableError` unless `max_grad_norm` is a valid norm for clipping, or None."""
+    """Raise `NotAvailableError` unless `max_grad_norm` is a positive number, or None."""
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):
         raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")

@@ -182,14 +182,14 @@ def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo
 
 
 def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: float) -> Any:
-    """Extend a rank's piece by the halos of several dims, one after the other."""
+    """Return a rank's piece after its extension by the halos of several dims, one after the other."""
     for halo in halos:
         value = extend(context, value, halo, fill)
     return value
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """Fold the gradient of a piece with halos along several dims, in the reverse order of `extend_all`."""
+    """Return the gradient of a piece, given the gradient of the piece after `extend_all`. Fold in reverse order."""
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value

@@ -148,7 +148,7 @@ def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split:
 
 
 def _places(context: LocalContext, indices: Any, sizes: Sequence[int]) -> list[Any]:
-    """Emit the index along each dim of a plane, for flat indices into a plane of `sizes`."""
+    """Emit the conversion of flat indices into a plane of `sizes`. Return the indices along each dim of the plane."""
     places = []
     for size in reversed(sizes[1:]):
         places.append(context.call(aten.remainder.Scalar, indices, size))

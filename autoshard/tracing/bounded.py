@@ -96,7 +96,7 @@ Padded = dict[int, Any]
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Replace symbolic sizes in the graph by bounds.
+    """Return the graph module with bounds in place of symbolic sizes. It is a copy if there are symbolic sizes.
 
     Raises:
         UnboundedSizeError: the bounded program may be wrong.

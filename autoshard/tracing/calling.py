@@ -93,7 +93,7 @@ class Result:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-    """Flatten the arguments of a call.
+    """Return the flattened arguments of a call.
 
     Raises:
         TraceError: a leaf is an object whose tensors the trace would not see.

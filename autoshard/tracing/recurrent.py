@@ -117,7 +117,8 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
     """Group torch's flat list of weights by layer and direction.
 
-    The list has w_ih and w_hh, then b_ih and b_hh if there are biases, then w_hr if there are projections.
+    For each layer and direction, the list has w_ih, w_hh, then b_ih and b_hh (with biases), then w_hr (with
+    projections).
     """
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
