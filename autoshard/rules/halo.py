@@ -275,7 +275,7 @@ def _swap(
     ranks, index = context.shards(halo.factor), context.index(halo.factor)
 
     def receive(step: int, first: int, start: int, length: int) -> Any:
-        """Return elements start to start + length of the strips from the rank `step` places further on.
+        """Return elements `start` to `start + length` - 1 of the strips from the rank that is `step` places further on.
 
         The rank with index `first` has no neighbour in this direction, and gets `fill`.
         """

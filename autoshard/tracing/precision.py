@@ -1,7 +1,7 @@
 """Runs a model in a narrower floating type than its parameters'. The casts become part of the trace.
 
 Wider parameters and inputs are cast, each once, before the model runs; buffers keep their types. FSDP2's
-`MixedPrecisionPolicy(param_dtype=...)` does the same. The differences let models run without changes:
+`MixedPrecisionPolicy(param_dtype=...)` does the same. Three differences from FSDP2 let models run without changes:
 
 * Parameters of norms with running statistics are not cast. Beside narrow inputs, PyTorch's operator accepts them only
   in float32 (FSDP1 leaves such modules out too).

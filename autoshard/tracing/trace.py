@@ -193,7 +193,10 @@ def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceO
 
 
 def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
-    """Export with bounded sizes. An error that bounded sizes alone cause becomes `UnboundedSizeError`."""
+    """Return the joint graph with bounded sizes.
+
+    An error other than `TraceError` becomes `UnboundedSizeError`, unless it reports a read of a tensor without values.
+    """
     try:
         return export_joint(model, call, replace(options, known=known, symbolic=True))
     except (TraceError, UnboundedSizeError):
