@@ -325,7 +325,7 @@ def _nothing(q: Tensor, v: Tensor) -> Result:
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Merge results and log-sum-exps of the same queries over one or two disjoint sets of keys."""
+    """Return the merged result and log-sum-exp of the same queries over one or two disjoint sets of keys."""
     (first, lse), *others = results
     out = first if not others else first.to(lse.dtype)
     for other, other_lse in others:

@@ -115,7 +115,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
-    """Group torch's flat list of weights by layer and direction.
+    """Return torch's flat list of weights, grouped by layer and direction.
 
     For each layer and direction, the list has w_ih, w_hh, then b_ih and b_hh (with biases), then w_hr (with
     projections).
