@@ -1,8 +1,8 @@
 """Adds the results of a graph to sums, so that micro-batches accumulate gradients while a backward runs.
 
 Before → after: `g = mm(x, y); return (g,)` → `g = mm(x, y); s = add_(sum, g); return (s,)`, where `sum` is a further
-placeholder. Each gradient is added and freed as soon as it is made. So one gradient at a time lies beside the sums, not
-those of the whole model.
+placeholder. Each gradient is added and freed as soon as it is made. So memory has one gradient at a time beside the
+sums, and not the gradients of the whole model.
 """
 
 from __future__ import annotations

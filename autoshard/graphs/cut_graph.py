@@ -58,7 +58,8 @@ def cut_graph(
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the calls that compute `results`.
 
-    If a call returns a tuple, all its `getitem` nodes are included. If a call starts a collective, so is its wait.
+    If a call returns a tuple, all its `getitem` nodes are included. If a call starts a collective, the collective's
+    wait is included.
     """
     needed, waiting = set[fx.Node](), list(results)
     while waiting:

@@ -30,7 +30,7 @@ METHODS: Mapping[Any, str] = MappingProxyType(
         _aten.view.default: "view",
     }
 )
-"""Operator to the name of the method that computes the same; the method is that of the first argument, a tensor."""
+"""From an operator to the name of a tensor method with the same result. The first argument has the method."""
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -65,7 +65,7 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.unsqueeze.default: torch.unsqueeze,
     }
 )
-"""Operator to the function of torch that computes the same."""
+"""From an operator to the function of torch that computes the same result."""
 
 
 def call_directly(graph_module: fx.GraphModule) -> None:

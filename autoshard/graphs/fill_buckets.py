@@ -115,8 +115,8 @@ def _is_flat(item: fx.Node) -> bool:
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
     """Return the call that can write the value of `flat` directly into the buffer, or None.
 
-    It can if its operator is in `INTO`, only the bucket reads its contiguous result, and its place in the buffer is
-    aligned.
+    A call can write into the buffer under three conditions. Its operator is in `INTO`. Its result is contiguous, and
+    only the bucket reads it. The value's place in the buffer is aligned.
 
     Args:
         flat: the flat view of the value.
@@ -188,7 +188,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Allocate the buffer of bucket `packed`, and copy those members into it that are inputs of the graph."""
+        """Allocate the buffer of bucket `packed`, and copy the members into it that are inputs of the graph."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)

@@ -120,8 +120,8 @@ class _Writing:
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether `reader` may overwrite `value`.
 
-        It may under three conditions. `reader` reads the memory of `value` once. All other readers come before
-        `reader`. The memory belongs to no input that the graph must keep.
+        There are three conditions. `reader` reads the memory of `value` once. All other readers come before `reader`.
+        The memory belongs to no input that the graph must keep.
         """
         roots = roots_of(value)
         if any(root.op == "placeholder" and root not in self.overwritten for root in roots):

@@ -37,14 +37,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Outcome):
-    """One possible spec of a value, with the best plan that uses it."""
+    """One possible spec of a value, with the cost of the best plan that has the spec."""
 
     spec: PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Variant(Outcome):
-    """One change, in words, with the best plan under the change."""
+    """A way to have a feature, or a change of the hardware, with the cost of the best plan. `name` is in words."""
 
     name: str
 
@@ -95,7 +95,7 @@ class WhyNot:
     Args:
         feature: the feature in question: "tensor", "fsdp", ...
         used: how the plan uses the feature ("over model", "in its recipe (...)"), or "" if it does not.
-        chosen: the plan itself.
+        chosen: predicted cost of the plan itself.
         variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
         memory_budget: bytes per device, or None.
         missing: the reason in words if there are no `variants`, else "".
@@ -121,7 +121,7 @@ class Limits:
     """Answer of `Plan.limits`: the time that more memory or faster hardware saves, found by planning again.
 
     Args:
-        chosen: the plan itself.
+        chosen: predicted cost of the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: bytes per device, or None.
         memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), averaged over a tenth
@@ -159,7 +159,8 @@ class Comparison:
             without the part.
         hidden: seconds of hidden communication, by name.
         parameters: for each parameter whose spec differs, both specs; None for a plan without the parameter.
-        outputs: the same for the program's results, by kind and name ("gradient w", "output output:0").
+        outputs: for each result of the program whose spec differs, both specs, by kind and name ("gradient w", "output
+            output:0").
         meshes: both meshes as text.
         tokens_per_s: tokens per second of both plans; None if a plan's inputs are no tokens. Steps of two recipes may
             have different batches.

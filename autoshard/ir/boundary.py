@@ -70,7 +70,7 @@ def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float
 def unshard(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], *, check: bool = False
 ) -> Tensor:
-    """Return the global tensor of all ranks' padded local tensors; partial values are reduced.
+    """Return the global tensor that the padded local tensors of all ranks make up. Reduce partial values.
 
     Args:
         locals_: the local tensor of each rank, in the order of ranks.
@@ -96,7 +96,7 @@ def unshard(
 def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
     """Whether DTensor splits a tensor of `shape` into the same pieces, apart from padding.
 
-    The answer is no where the axes on a dim are not in the mesh's order, which placements cannot express.
+    Return False if the axes on a dim are not in the order of the mesh. Placements cannot express another order.
 
     Example:
         >>> from autoshard.ir.spec import P

@@ -3,8 +3,8 @@
 Padding never reaches a real element. A step that moves data puts each element at its own index in the padded global
 tensor. A gather trims its result to the padded size that the dim has without this axis. A split first pads the dim to a
 multiple of the axis. A reduction combines the elements at one local index of ranks that differ only in the reduced
-axis. These elements have one global index, so all of them are real or all of them are padding. Garbage (NaN too) meets
-only garbage.
+axis. These elements have one global index, so all of them are real or all of them are padding. So values in
+padding, even NaN, are only combined with values in padding.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
 work on dim 0 of contiguous tensors. Element types that process groups refuse are sent as another type of the same bits,

@@ -76,7 +76,7 @@ class Execution(Recipe):
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """Return the execution of another recipe with the same other settings.
+        """Return an execution of `recipe` with the runtime and the settings of this execution.
 
         A field that the recipe leaves free gets a plain value: sizes 1, `zero` 0, no recomputation, no offload. The
         number of `virtual_stages` becomes the smallest that the schedule takes.
@@ -87,12 +87,12 @@ class Execution(Recipe):
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same parameters before ZeRO: data x context."""
+        """Number of ranks with the same parameters before ZeRO: data x context."""
         return self.data * self.context
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a pipeline stage that share out the experts, or equal pieces of them."""
+        """Number of ranks of a pipeline stage that share out the experts, or equal pieces of the experts."""
         return self.replicas * self.tensor // self.expert_tensor
 
     @property
@@ -107,12 +107,12 @@ class Execution(Recipe):
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences in a step, over all replicas."""
         return self.micro_batch * self.data if self.global_batch is None else self.global_batch
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of each replica in a step."""
+        """Number of micro-batches of each replica in a step."""
         return self.batch // (self.micro_batch * self.data)
 
     @property
@@ -125,4 +125,4 @@ class Execution(Recipe):
 
 
 _PLAIN = {item.name: item.default for item in fields(Execution) if item.name in _OF_RECIPES}
-"""Name of a field of `Recipe` to the plain value that replaces None."""
+"""From the name of a field of `Recipe` to the plain value that replaces None."""

@@ -1,7 +1,7 @@
 """Runs Python's garbage collector rarely during tracing, planning and lowering.
 
 Most of a compiler's many small objects live until it ends, so collections find little. Collections take 14 % of the
-time of `compile` at Python's own thresholds, 8 % at these (GPT-2, Llama and BERT of two layers).
+time of `compile` at Python's own thresholds, 8 % at `THRESHOLDS` (GPT-2, Llama and BERT of two layers).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Box:
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """Return the box of a tensor that has only the dims `dims` of this box, in this order."""
+        """Return a box with only the dims `dims` of this box, in the order of `dims`."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -167,11 +167,11 @@ class Initialisation:
 
     Args:
         operations: the operations, in order.
-        numels: number of a memory to the number of its elements.
+        numels: from the number of a memory to how many elements it has.
         begins: name of each parameter and buffer to its view before initialisation. Each has a whole memory, in
             contiguous order.
-        ends: name of each parameter and buffer to the view of its final value.
-        constants: number of a memory that existed before the record began, to its flat values.
+        ends: from the name of each parameter and buffer to the view of its final value.
+        constants: from the number of a memory that existed before the record began, to its flat values.
         seed: number of the memory that holds the seed.
     """
 
@@ -221,7 +221,14 @@ class _MemorySource:
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
 
     def written(self, view: StridedView, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
-        """Return the sources after a write to `view` of values that depend on the weights `read`."""
+        """Return the sources of the memory after a write to `view`.
+
+        Args:
+            view: the part of the memory that is written.
+            read: names of the weights on which the written values depend.
+            numel: number of elements of the memory.
+            overwrites: whether the written values are independent of the earlier content of `view`.
+        """
         if overwrites and view.has_all(numel):
             return _MemorySource(self.shape, read)
         found = view.box_in(self.shape) if overwrites else None

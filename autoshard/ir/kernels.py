@@ -16,7 +16,7 @@ class KernelUse:
         name: name of its operator, "triton_add_rms_norm".
         phase: phase of the program.
         node: node of the traced program at whose place the kernel runs.
-        stands_for: name of a replaced node of the traced program to the saved share of its time; 1.0 if the kernel
+        stands_for: from the name of a replaced traced node to the saved share of the node's time; 1.0 if the kernel
             replaces the whole call.
         copies: replaced copies around collectives, as (name of the copied value's node, name of its reader's node,
             saved share of the copy's time). A result of the program is its own reader.
@@ -54,7 +54,7 @@ class Kernels:
     Args:
         uses: the kernels in running order, phase by phase.
         launches, memory_bytes: launches of the step with kernels, and bytes that they read and write.
-        launches_without, memory_bytes_without: the same figures of the step without kernels.
+        launches_without, memory_bytes_without: launches of the step without kernels, and their bytes.
         breakdown_without: parts of the predicted step time without kernels, seconds (`Prediction.breakdown`).
     """
 

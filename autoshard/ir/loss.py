@@ -20,7 +20,7 @@ class Output(NamedTuple):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the output could be a loss."""
+        """Whether the output is a floating scalar, and so may be the loss."""
         return self.shape == () and self.dtype.is_floating_point
 
     @property

@@ -27,8 +27,9 @@ class Count:
     """The divisor of a loss.
 
     Args:
-        of_part: takes the inputs of a micro-batch; returns its count and the sums inside the count.
-        of_whole: takes the sums of the whole batch, and inputs; returns the count of the whole batch.
+        of_part: takes the inputs of a micro-batch; returns its count, then the sums from which the count is computed.
+        of_whole: takes these sums for the whole batch, then the inputs of the first micro-batch; returns the count of
+            the whole batch.
         exponents: for each sum, its exponent e. The batch's sum is the sum over its m micro-batches, divided by m ** e.
         inputs: kind and name of each input that both graphs take.
     """

@@ -58,7 +58,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """Make the abstract mesh of a torch `DeviceMesh` with named dims."""
+        """Return a mesh with the names and sizes of the dims of a torch `DeviceMesh`, which must have names."""
         names = device_mesh.mesh_dim_names
         if names is None:
             raise MeshError(
@@ -116,7 +116,7 @@ class Mesh:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that communicate along `axes`. In a group, the last axis varies fastest."""
+        """Return the groups of ranks that communicate along `axes`. In a group, the last of `axes` varies fastest."""
         for axis in axes:
             self.axis_size(axis)
         others = [name for name in self.axis_names if name not in axes]

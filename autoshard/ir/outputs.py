@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outputs(StrEnum):
-    """The outputs that a call returns: all as the plan shards them, all gathered, or the loss alone."""
+    """Choice of the outputs that a call returns: all as the plan shards them, all gathered, or the loss alone."""
 
     AS_PLANNED = "all outputs, as the plan has them"
     WHOLE = "all outputs, whole"

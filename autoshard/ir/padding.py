@@ -17,7 +17,8 @@ class PaddingProof:
     """Whether padding provably reaches no result of a call.
 
     Args:
-        cuts: index of a result to its dims that grow with the padded inputs. These dims are cut back after a call.
+        cuts: from the index of a result to the dims that grow with the padded inputs. These dims are cut back after a
+            call.
         as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
         reason: why padding may reach a result; empty if it provably does not.
     """

@@ -137,7 +137,7 @@ class PipelineOrder:
 
     @property
     def trains(self) -> bool:
-        """Whether the order has backwards."""
+        """Whether some task of the order is a backward, whole or split."""
         return any(
             task.work is not Work.FORWARD and not task.work.is_transfer
             for slots in self.ranks
@@ -147,7 +147,7 @@ class PipelineOrder:
 
     @property
     def cuts_backwards(self) -> bool:
-        """Whether a backward is split in two."""
+        """Whether some backward of the order is split into two tasks."""
         return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)
 
     def places(self) -> Mapping[tuple[int, bool, int], int]:

@@ -67,7 +67,7 @@ class Formulas(Protocol):
         fixed: Collection[str],
         even: bool,
     ) -> sympy.Expr:
-        """Find a formula for `Plan.formula`."""
+        """Return the cost `name` of `plan` as an expression. The arguments are those of `Plan.formula`."""
         ...
 
 
@@ -75,15 +75,15 @@ class Alternatives(Protocol):
     """Answerer of questions about a plan: plans the same program again under other choices."""
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """Answer `Plan.why_not`."""
+        """Return the cost of the best plan for each way to have `feature`, an argument of `Plan.why_not`."""
         ...
 
     def limits(self, plan: Plan) -> Limits:
-        """Answer `Plan.limits`."""
+        """Return the time that `plan` would save with more memory, or with faster parts of the hardware."""
         ...
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Answer `Plan.explain`."""
+        """Return each possible spec of the value `name`, with the cost of the best plan that has the spec."""
         ...
 
 
@@ -94,7 +94,7 @@ class Plan:
     Args:
         mesh: the mesh.
         program_digest: digest of the traced program that the plan belongs to.
-        inputs: name of each input to the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
+        inputs: for each input name, the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
             inputs with these texts.
         nodes: specs of every node of the program, by node name.
         outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
@@ -117,7 +117,7 @@ class Plan:
         repeats: blocks that the plan's program leaves out because they equal the blocks that follow. `nodes`,
             `recompute` and `offload` omit the nodes of these blocks; all other fields describe the whole model.
         recipe: the recipe that restricted the search or was priced; None where all specs were searched.
-        runtime: "autoshard" for plans that `compile` runs. A plan of any other `autoshard.Runtime` is only a price.
+        runtime: "autoshard" for plans that `compile` runs. A plan under another `Runtime` only predicts costs.
         micro_batches: micro-batches of a step; `inputs` and `nodes` describe one micro-batch.
         was_interrupted: Ctrl-C ended the search; the plan is the best found until then.
         was_cut: `time_budget_s` ended the search; more time or a faster machine may find another plan.
@@ -127,7 +127,7 @@ class Plan:
         schedule: name of the order ("1F1B").
         cuts: for each stage after the first, the name of its first node in the traced forward.
         formulas, alternatives: objects that answer `formula`, and `explain`, `why_not` and `limits`. None for plans
-            from files, other processes or `compile`. A price has no `alternatives`.
+            from files, other processes, `autoshard.price` or `compile`. `formulas` is None under any other runtime.
     """
 
     mesh: Mesh
@@ -185,7 +185,7 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether `compile` runs the plan. Otherwise the plan is the price of another runtime."""
+        """Whether `compile` runs the plan. Otherwise the plan only predicts costs under another runtime."""
         return self.runtime == AUTOSHARD
 
     @property
@@ -218,7 +218,8 @@ class Plan:
     def gap(self) -> float | None:
         """Relative gap to the proven bound, `1 - lower_bound / objective`; None without a bound.
 
-        The objective is a sum of prices. It is a predicted step time only if the plan is the price of a recipe.
+        In a plan under another runtime, the objective is a predicted step time. In any other plan with a bound, the
+        objective is a sum of prices.
         """
         if self.lower_bound is None:
             return None
@@ -253,7 +254,7 @@ class Plan:
         Ranks with equal timelines share one process; each stream is a thread.
 
         Raises:
-            NotAvailableError: the plan is a price, which has no timeline.
+            NotAvailableError: the plan has no timeline, because it only predicts costs under another runtime.
         """
         if self.predicted.timeline is None:
             raise NotAvailableError(
@@ -321,8 +322,8 @@ class Plan:
 
         Raises:
             InvalidSpecError: the plan has no value of this name.
-            NotAvailableError: the plan has no model at hand, because it came from a file or from `compile`; or it is a
-                price under another runtime.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`; or the plan only predicts costs under another runtime.
         """
         return self._alternatives(f"explain({name!r})").explain(self, name)
 
@@ -450,7 +451,7 @@ class Plan:
 
 
 def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    """Return the differences between two plans."""
+    """Return the comparison of two plans: figures of both, and the specs that differ."""
     mine, others = first.predicted, second.predicted
     specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
     return Comparison(

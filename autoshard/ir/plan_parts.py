@@ -32,7 +32,7 @@ class ParameterPlan:
         shape: global shape.
         local_bytes: bytes of the parameter on each device.
         gradient: spec of the gradient that the update reads; a partial spec if the update itself reduces it.
-        state: name of each tensor of optimizer state to its spec.
+        state: from the name of each tensor of optimizer state to its spec.
         layout: placement of parameter, gradient and state in words, "ZeRO-2 over data; split over model"; "" without an
             update.
     """
@@ -138,7 +138,7 @@ class Prediction:
 
     @property
     def communication(self) -> Mapping[str, Communication]:
-        """Exposed and hidden communication over each mesh axis.
+        """Exposed and hidden communication over each mesh axis, by the name of the axis.
 
         Example:
             >>> parts = {"forward compute": 2.0, "communication over x": 1.0}

@@ -100,8 +100,9 @@ OWNERS: Mapping[OutputKind, InputKind] = MappingProxyType(
         OutputKind.STATE_UPDATE: InputKind.STATE,
     }
 )
-"""Kind of a result to the kind of the input with the same name and spec. For example, a gradient has its parameter's
-name and spec. Outputs of the model have no such input.
+"""From the kind of a result to the kind of the input with the same name and spec.
+
+For example, a gradient has its parameter's name and spec. Outputs of the model have no such input.
 """
 
 

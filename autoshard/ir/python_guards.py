@@ -69,7 +69,7 @@ class AttributeGuard:
         return dict(zip(self.names, self.values, strict=True))
 
     def without(self, names: Collection[str]) -> AttributeGuard:
-        """Return the guard without some names."""
+        """Return the guard without the attributes in `names`."""
         found = {name: value for name, value in self.found().items() if name not in names}
         return replace(self, names=tuple(found), values=tuple(found.values()))
 
@@ -218,7 +218,7 @@ class PythonGuards:
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
-        """Return the guards without some attributes, each given as (`id` of its object, name)."""
+        """Return the guards without the attributes in `attributes`, each given as (`id` of its object, name)."""
         holders = {holder for holder, _ in attributes}
         return replace(
             self,
@@ -243,7 +243,7 @@ class PythonUse:
     """Python values that a trace read and set.
 
     Args:
-        names: for each object (its title, the object, the names that the trace looked up in it).
+        names: for each object, a tuple (its title, the object, the names that the trace looked up in the object).
         containers: dicts, lists and sets that the trace read as a whole, each as (its title, the container).
         settings: attributes that the call sets to plain values, each as (object, name, value).
         notes: sentences for the user about effects that a compiled call does not have.

@@ -38,7 +38,7 @@ as mappings.
 
 
 def parse(text: str) -> Any:
-    """Parse a JSON text.
+    """Return the data of a JSON text.
 
     Raises:
         ValueError: the text is no JSON, or contains something that the JSON standard leaves open. The message names it.
@@ -103,7 +103,7 @@ def read(kind: Any, data: object, place: Place = ()) -> Any:
 
 
 def _read_inner(kind: Any, data: Any, place: Place) -> Any:
-    """Convert data whose outer type is already checked."""
+    """Return `data` converted to `kind`. The type of `data` itself is already checked, and that of its items not."""
     if kind is PartitionSpec:
         return PartitionSpec.parse(data)
     if is_dataclass(kind):

@@ -211,12 +211,12 @@ def is_several(size: int | None) -> bool:
 
 
 def named_schedule(recipe: Recipe) -> str:
-    """Name of the pipeline schedule. `schedule=None` means the usual schedule."""
+    """Return the name of the recipe's pipeline schedule. `schedule=None` means the usual schedule."""
     return recipe.schedule or usual_schedule(recipe.virtual_stages or 1)
 
 
 def least_stages(recipe: Recipe) -> int:
-    """Number of stages on each pipeline rank: `virtual_stages`, or the fewest that the schedule takes."""
+    """Return the number of stages on each pipeline rank: `virtual_stages`, or the fewest that the schedule takes."""
     return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 
@@ -246,7 +246,11 @@ _decided_of = attrgetter(*DECIDED)
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
-    """Check the choices and flags of a recipe. Cached, since a search makes many recipes with equal values."""
+    """Check the fields of a recipe that are choices or flags. Raise `RecipeError` if a value is invalid.
+
+    `values` has the values of these fields, in the order of `_CHOICES` and `_FLAGS`. The function is cached, because a
+    search makes many recipes with equal values.
+    """
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
         if value is not None:
             check_field(name, value)

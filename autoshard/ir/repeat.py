@@ -42,7 +42,7 @@ class Repeat:
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
-        """Return the unit of a module or parameter, as an index in `units`, and the path within the unit.
+        """Return the unit of a module or parameter, as an index into `units`, and the path within the unit.
 
         None if the path is in none of these four units. Example: (2, "0.mlp.weight").
         """
@@ -65,9 +65,9 @@ class Repeat:
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """Return the number of the first block of the unit that contains `path`, and the path behind the gap.
+        """Return the number of the first block of the unit that contains `path`, and a second path.
 
-        The path behind the gap leads to the same place in the first unit behind the gap.
+        The second path leads to the same place in the first unit behind the gap.
 
         None if the path is neither in a left-out unit nor in the unit behind the gap.
         """
@@ -78,7 +78,7 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def same_place_in_unit_of(self, path: str, other: str) -> str | None:
-        """Return the path of the same place as `path` in the unit that contains `other`.
+        """Return the path in the unit of `other` that leads to the same place as `path` does in its own unit.
 
         None if one of the paths lies in no block of the list.
         """
@@ -89,7 +89,10 @@ class Repeat:
         return ".".join((self.path, str(number), *filter(None, (rest,))))
 
     def first_block(self, path: str) -> int | None:
-        """Return the number of the first block of the unit that contains `path`; None outside `units` and the gap."""
+        """Return the number of the first block of the unit that contains `path`.
+
+        None if the path is neither in one of the four `units` nor in a left-out unit.
+        """
         block, _ = self._split(path)
         ahead, *_, last = self.units
         return self._first(block) if block is not None and ahead <= block < last + self.period else None

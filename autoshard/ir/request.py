@@ -71,7 +71,7 @@ class Request:
             parameters on every rank, so it is entered only if the trace must read values.
         known: programs of similar calls, traced while the model had other Python attributes.
         derivatives: derivatives that the call returns in place of the model's outputs, the innermost first.
-        outputs: outputs that the call returns.
+        outputs: choice of the outputs that the call returns.
         forward_only: leave out the backward, for callers that inspect only the forward.
         as_compiled: make `torch.compiler.is_compiling()` true for the model's Python from the start.
     """

@@ -7,11 +7,11 @@ from functools import singledispatch
 
 @singledispatch
 def text_of(item: object) -> str:
-    """Return the text of an item for `print`."""
+    """Return the text of a plan or of an answer, for `print`."""
     raise TypeError(f"no text is registered for {type(item).__name__}: import autoshard.report")
 
 
 @singledispatch
 def page_of(item: object) -> str:
-    """Return an item as one page of HTML."""
+    """Return a plan or an answer as one page of HTML."""
     raise TypeError(f"no page is registered for {type(item).__name__}: import autoshard.report")

@@ -66,7 +66,10 @@ class Move:
 def _move(
     kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
 ) -> Move:
-    """Return the move. Equal moves are one object, because graphs of many axes have hundreds of thousands of edges."""
+    """Return a move with these fields.
+
+    Equal moves are one object, because graphs of many axes have hundreds of thousands of edges.
+    """
     return Move(kind, axis, dim, to_dim, reduction)
 
 
@@ -149,7 +152,7 @@ class SpecGraph:
         classes: class number of each edge, [edges]. Edges of one class have equal kind, axis and reduction.
         stack_ids: index in `stacks` of each dim's stack, [nodes, ndim].
         stacks: the distinct stacks.
-        index: state to the index of its node.
+        index: from a state to the index of its node.
     """
 
     mesh: Mesh
@@ -248,7 +251,10 @@ def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> Spec
 def _explore(
     mesh: Mesh, ndim: int, reductions: Sequence[Reduction]
 ) -> tuple[dict[State, int], list[tuple[Move, int, int]]]:
-    """Return all states reachable from the replicated state, breadth first, and the edges sorted by source."""
+    """Search breadth first for the states that are reachable from the replicated state.
+
+    Return a dict from each state to its index, and the edges as (move, source, target), sorted by source.
+    """
     states: list[State] = [(((),) * ndim, ())]
     index = {states[0]: 0}
     edges = []

@@ -82,7 +82,7 @@ class StageProgram:
     Args:
         phased: the stage's phases.
         plan: the stage's plan.
-        is_of_equal_stage: whether `phased` comes from an equal stage, so that its names are of the other stage. It then
+        is_of_equal_stage: whether `phased` comes from an equal stage. `phased` then has the other stage's names, and
             only serves to predict time and memory.
     """
 

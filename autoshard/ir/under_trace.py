@@ -11,7 +11,7 @@ _IS_TRACED: ContextVar[bool] = ContextVar("autoshard_is_traced", default=False)
 
 @contextmanager
 def under_trace() -> Iterator[None]:
-    """Set the flag within the context."""
+    """Set the flag that `is_under_trace` returns, within the context."""
     token = _IS_TRACED.set(True)
     try:
         yield

@@ -78,7 +78,7 @@ class Update:
 
 
 def check_norm(max_grad_norm: Any) -> None:
-    """Raise `NotAvailableError` unless `max_grad_norm` is a valid norm for clipping, or None."""
+    """Raise `NotAvailableError` unless `max_grad_norm` is a positive number, or None."""
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):
         raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
@@ -90,7 +90,7 @@ def state_slot(state: str, parameter: str) -> str:
 
 
 def parameter_of(slot_name: str) -> str:
-    """Return the name of the parameter in the name of a slot of optimizer state."""
+    """Return the name of the parameter from the name of a slot of optimizer state, as in `state_slot`."""
     return slot_name.partition(":")[2]
 
 
@@ -109,5 +109,5 @@ def hyper_slot(group: int) -> str:
 
 
 def group_of(slot_name: str) -> int:
-    """Return the index of the group in the name of a slot of hyper-parameters."""
+    """Return the index of the group from the name of a slot of hyper-parameters, as in `hyper_slot`."""
     return int(slot_name.partition(":")[2])

@@ -18,9 +18,9 @@ class VerificationReport:
         mesh: the mesh of the plan, including its pipeline axis.
         nodes: number of nodes of the lowered program, all covered by the proof.
         values: number of values of the traced program that the proof finds among the values of the ranks.
-        results: kind of result to the number of results that are proven to have the spec of their slot.
-        collectives: name of a collective ("all_reduce over data") to the number of its calls.
-        rules: operator to the number of traced calls whose proof rests on its sharding rule.
+        results: from a kind of result to the number of results that are proven to have the spec of their slot.
+        collectives: from the name of a collective ("all_reduce over data") to the number of its calls.
+        rules: from an operator to the number of traced calls whose proof rests on the operator's sharding rule.
         assumptions: assumptions of the proof, one sentence each.
         seconds: wall time of the proof.
     """
@@ -36,7 +36,7 @@ class VerificationReport:
 
     @classmethod
     def together(cls, reports: Sequence[VerificationReport]) -> VerificationReport:
-        """Join the reports of several programs, on the mesh of the first."""
+        """Return one report for several programs. Its mesh is the mesh of the first report."""
         return cls(
             reports[0].mesh,
             sum(report.nodes for report in reports),
@@ -49,7 +49,7 @@ class VerificationReport:
         )
 
     def assuming(self, sentence: str) -> VerificationReport:
-        """Return a copy with one more assumption, in a sentence."""
+        """Return a copy of the report with `sentence` as a further assumption."""
         return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Such an operator is written as *steps*: a generator that yields an `Exchange` for each communication and receives the
 arrived rows. With one process per rank, `run_steps` runs an all-to-all for each exchange. The simulator runs the steps
-of all ranks of a group in one process (`run_together`). Operands and results have static shapes. The exchanged rows
-need not.
+of all ranks of a group in one process (`run_together`). Operands and results have static shapes. The number of
+exchanged rows may depend on values.
 """
 
 from __future__ import annotations

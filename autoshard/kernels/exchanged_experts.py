@@ -74,9 +74,10 @@ class Route:
         return cls(order[: sum(sent)], sent, received, group_by_expert(ids, held))
 
     def send_to_experts(self, *tensors: Tensor) -> Travelling:
-        """Start to send a row of each assignment, in the order `order`, to the rank of its expert.
+        """Start to send rows of this rank's assignments to the ranks of their experts.
 
-        The generator returns tensors in transit. `take` returns their rows once they have arrived.
+        Each of `tensors` has a row for each assignment, in the order `order`. The generator returns
+        tensors in transit. `take` returns their rows once they have arrived.
         """
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
@@ -89,9 +90,10 @@ class Route:
         return rows.index_select(0, self.arrived.order)
 
     def send_back(self, *tensors: Tensor) -> Travelling:
-        """Start to send rows, sorted by expert, back to the ranks of their tokens.
+        """Start to send rows back to the ranks of their tokens.
 
-        The generator returns tensors in transit. Their rows arrive in the order `order` of the receiving rank.
+        Each of `tensors` has a row for each received row, sorted by expert. The generator returns tensors in
+        transit. Their rows arrive in the order `order` of the receiving rank.
         """
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
         del tensors

@@ -6,7 +6,7 @@ Arguments and results are those of `autoshard::attention`. The kernel depends on
 |---|---|
 | CPU | `aten._scaled_dot_product_flash_attention_for_cpu` |
 | CUDA, 16 bits, no mask; if causal, as many queries as keys | `aten._scaled_dot_product_flash_attention` |
-| the same, where torch prefers cuDNN (`_prefers_cudnn`) | `aten._scaled_dot_product_cudnn_attention` |
+| calls of the row above, where torch prefers cuDNN (`_prefers_cudnn`) | `aten._scaled_dot_product_cudnn_attention` |
 | CUDA, otherwise | `aten._scaled_dot_product_efficient_attention` |
 | dropout; head sizes that no kernel takes | the definition, a block of queries at a time |
 
@@ -14,8 +14,8 @@ Three steps turn a call into calls that the kernels take:
 
 1. With a split sequence, the first local query of a causal call may be `shift` tokens after the first local key. Such
    a call becomes two calls. In the first call, all queries attend to the first `shift` keys. The second call is causal
-   attention to the other keys. The log-sum-exps of both merge the results. Each call's backward takes the merged
-   result and log-sum-exp, and gives its share of the gradients (Dao et al. 2022, appendix B.4).
+   attention to the other keys. The log-sum-exps of both calls merge their results. Each call's backward takes the
+   merged result and log-sum-exp, and gives its share of the gradients (Dao et al. 2022, appendix B.4).
 2. A mask becomes a bias, which is added to the scores, for a block of queries at a time. In causal attention, the bias
    has -inf for later keys.
 3. Key heads that several query heads share are repeated, and their gradients are summed.
@@ -325,7 +325,7 @@ def _nothing(q: Tensor, v: Tensor) -> Result:
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Merge results and log-sum-exps of the same queries over one or two disjoint sets of keys."""
+    """Return the merged result and log-sum-exp of the same queries over one or two disjoint sets of keys."""
     (first, lse), *others = results
     out = first if not others else first.to(lse.dtype)
     for other, other_lse in others:

@@ -72,10 +72,10 @@ def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor
 def binomial_reference(
     count: Tensor, p: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Return how many of `count` trials succeed, each with probability `p`, in the dtype of `count`.
+    """Return a binomial number for each element, in the dtype of `count`: successes among `count` trials.
 
     Args:
-        count, p: shards of global arrays, both of one shape.
+        count, p: numbers of trials and probabilities of success: shards of global arrays, both of one shape.
         seed, site, offset, global_shape: arguments of `random_reference`.
     """
     blocks = _blocks(count, seed, site, offset, global_shape)

@@ -112,7 +112,7 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """Return a function for `Form.compose`: the sum that `total` makes, then torch's layer norm."""
+    """Return a function for `Form.compose` that applies torch's layer norm to the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -123,7 +123,7 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """Return a function for `Form.compose`: the sum that `total` makes, then torch's RMS norm."""
+    """Return a function for `Form.compose` that applies torch's RMS norm to the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -134,7 +134,7 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """Return a function for `Form.compose`: the sum that `total` makes, then the RMS norm of transformers."""
+    """Return a function for `Form.compose` that applies the RMS norm of transformers to the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)

@@ -161,7 +161,10 @@ def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]
 
 
 def _halves_backward(like: Tensor, q: Any, k: Any, cos: Any, sin: Any, k_heads: Any) -> tuple[Any, Any]:
-    """Return the gradients that autograd derives from `_halves`. Here q and k are the gradients of its results."""
+    """Return the gradients of q and k that autograd derives from `_halves`.
+
+    The arguments q and k are the gradients of the two results of `_halves`. `k_heads` is the number of key heads.
+    """
     batch, heads, length, size = like.shape
     half = size // 2
 

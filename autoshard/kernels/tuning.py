@@ -12,7 +12,7 @@ captured has the default until it is launched outside of a capture.
 
 *Ranks.* Ranks that compute the same values (replicas of a norm, say) must get equal bits, and therefore use the same
 configuration. They launch a kernel with the same key, and the folder has one choice for each key, from the first rank
-that published one. A rank uses only published choices. Ranks launch kernels at different times, so they do not
+that published a choice. A rank uses only published choices. Ranks launch kernels at different times, so they do not
 communicate about choices. Instead, before a program runs, they compare whether they tune, and in which folder
 (`folder_identity`). If files are damaged or the disk gets full during the run, ranks may use different choices.
 """

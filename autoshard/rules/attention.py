@@ -113,8 +113,13 @@ def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
     """Whether each rank of a causal ring can take an early and a late block of the sequence (`is_paired`).
 
-    Four conditions: the ring is causal, queries and keys are the same tokens, 2 n divides the number of tokens, and
-    there is no dropout.
+    There are four conditions. The ring is causal. Queries and keys are the same tokens. Twice the number of ranks
+    divides the number of tokens. There is no dropout.
+
+    Args:
+        context: the pieces of the rank.
+        others: the call's arguments after the mask, without the last two.
+        offset: the call's own offset in the matrix of probabilities.
     """
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")

@@ -95,7 +95,7 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 
 
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the output, which is affine in them."""
+    """Return carries of partial values through weight and bias into the output. The output is affine in both."""
     weight, bias = others[:2]
     if bias is None:
         return sums((1,)) if weight is not None else []

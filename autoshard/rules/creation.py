@@ -71,7 +71,8 @@ def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, *
 def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
     """Return the rule of an operator that takes dtype and device from `x`, and makes a tensor of shape `size`.
 
-    If `x` has the result's shape, it may be split like the result.
+    If `x` has the result's shape, it may be split like the result. `is_zero` says whether the result is all zeros.
+    `local` is the rewrite.
     """
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())

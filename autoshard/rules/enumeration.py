@@ -136,7 +136,7 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
 
 
 def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
-    """Whether these axes together may split a factor.
+    """Whether `axes` together may split `factor`, given the carry of each axis that carries partial values.
 
     Pieces must be large enough for the rewrite's communication. An uneven split needs padding that the rule allows. If
     padding is filled with another value than 0, no partial sum or product may be carried, because each addend would
@@ -203,7 +203,10 @@ def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether each axis that splits a factor in `others` of some `Split` also splits another factor."""
+    """Whether no axis splits a factor of some `Split.others` alone, without another factor.
+
+    `splits` has the axes of each split factor. `choices` has the choice of each mesh axis.
+    """
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 

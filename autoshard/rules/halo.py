@@ -77,12 +77,12 @@ class HaloWindow:
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The factors of the operand's dim."""
+        """The factors of the operand's dim: o and s, or a factor that cannot be split if the dim does not fit."""
         return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the result's dim."""
+        """The factors of the result's dim: o, or a factor that cannot be split if the dim does not fit."""
         return (self.factor,) if self.fits else BLOCKED
 
 
@@ -182,14 +182,14 @@ def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo
 
 
 def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: float) -> Any:
-    """Extend a rank's piece by the halos of several dims, one after the other."""
+    """Return a rank's piece after its extension by the halos of several dims, one after the other."""
     for halo in halos:
         value = extend(context, value, halo, fill)
     return value
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """Fold the gradient of a piece with halos along several dims, in the reverse order of `extend_all`."""
+    """Return the gradient of a piece, given the gradient of the piece after `extend_all`. Fold in reverse order."""
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value
@@ -275,7 +275,7 @@ def _swap(
     ranks, index = context.shards(halo.factor), context.index(halo.factor)
 
     def receive(step: int, first: int, start: int, length: int) -> Any:
-        """Return elements start to start + length of the strips from the rank `step` places further on.
+        """Return elements `start` to `start + length` - 1 of the strips from the rank that is `step` places further on.
 
         The rank with index `first` has no neighbour in this direction, and gets `fill`.
         """

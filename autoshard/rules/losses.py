@@ -166,7 +166,7 @@ def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
 def _local_nll_mean(
     context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """Emit the mean loss: reduce the sum of losses and the total weight over all ranks, then divide."""
+    """Emit mean loss and total weight: reduce the sum of losses and the weights over all ranks, then divide."""
     summed = context.default(x, target, weight, _SUM, ignore_index)
     loss, total = summed[0], summed[1]
     for factor in (f"r{dim}" for dim in range(3)):

@@ -29,7 +29,10 @@ def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
 
 
 def _of_one(a: torch.Tensor, b: torch.Tensor) -> list[Carry]:
-    """Return carries of partial products, which pass if each element of the result is a single product."""
+    """Return carries of partial products through both operands together.
+
+    The list is empty unless the contracted dim has size one, so that each result element is a single product.
+    """
     return meaningful([a, b], products((0, 1))) if a.shape[-1] == 1 else []
 
 

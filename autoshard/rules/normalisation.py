@@ -63,7 +63,7 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
 
 
 def affine(weights: Sequence[torch.Tensor | None], results: int) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the first result, which is affine in them.
+    """Return carries of partial values through weight and bias into the first result, which is affine in both.
 
     Args:
         weights: the second operand and further operands: the weight, and the bias if the operator has one. An absent

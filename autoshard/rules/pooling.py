@@ -148,7 +148,7 @@ def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split:
 
 
 def _places(context: LocalContext, indices: Any, sizes: Sequence[int]) -> list[Any]:
-    """Emit the index along each dim of a plane, for flat indices into a plane of `sizes`."""
+    """Emit the conversion of flat indices into a plane of `sizes`. Return the indices along each dim of the plane."""
     places = []
     for size in reversed(sizes[1:]):
         places.append(context.call(aten.remainder.Scalar, indices, size))
@@ -164,9 +164,9 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _without_values(context: LocalContext, x: Any, split: Sequence[Halo]) -> Any:
-    """Emit an empty tensor with the shape of `x` with halos, for operators that only read the shape.
+    """Emit an empty tensor with the shape of `x` after its extension by the halos `split`, and return the tensor.
 
-    `x` is the second operand. Without split dims, return `x` itself.
+    It stands for `x`, operand 1, in calls that only read the operand's shape. If `split` is empty, return `x` itself.
     """
     if not split:
         return x

@@ -79,5 +79,8 @@ def rnn_backward(
 
 
 def _backward(grads: list[str], operands: list[str], results: list[str]) -> Rule:
-    """Return the rule of a backward, which is linear in the incoming gradients `grads` together."""
+    """Return the rule of a backward, which is linear in the incoming gradients together.
+
+    The arguments have the notation of each incoming gradient, of each further operand, and of each result.
+    """
     return _rule([*grads, *operands], results, reduce={"b": "sum"}, linear=[range(len(grads))])

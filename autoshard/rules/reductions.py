@@ -84,7 +84,7 @@ def _widened(x: torch.Tensor) -> torch.dtype:
 
 
 def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
-    """Return all carries but sums through an operand of dtype `source` that is only converted to `target`."""
+    """Return carries of maxima, minima and products through operand 0, which is only converted between dtypes."""
     return moving((0,)) if source == target else through_conversion(source, target, 0)
 
 
@@ -155,7 +155,7 @@ def mean_all(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 
 def _mean(x: torch.Tensor, dim: DimList, keepdim: bool) -> Rule:
-    """Return the rule of a mean: the sum over ranks of the mean of each piece, times the piece's share of elements."""
+    """Return the rule of a mean. The rewrite multiplies a piece's mean by the piece's share of all elements."""
     reduced = names(named(x.dim())[position] for position in _positions(x, dim))
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """Turns AOTAutograd's joint graph into a `Program`, in four steps.
 
 1. Identify each placeholder and each result by AOTAutograd's descriptors.
-2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if it does not depend on a
-   tangent, and an output or a buffer update depends on it.
-3. Copy the live nodes into a new graph without redundant nodes (`simplify`). Values that the forward makes only for the
-   backward (a copy of a later overwritten value) stand behind the forward.
+2. Attribute nodes to modules and source lines, and to a phase. A node is in the forward if outputs, buffer updates or
+   guarded values depend on it, but it depends on no tangent.
+3. Copy the live nodes into a new graph without redundant nodes (`simplify`). A node that only the backward needs, such
+   as a copy of a later overwritten value, comes after all nodes of the forward.
 4. Cut out the program that computes guarded values from the inputs.
 """
 
@@ -70,7 +70,10 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """Map the name of each tangent to the names of the inputs that autograd surely reaches from its output."""
+    """Return a dict from the name of each tangent to names of inputs.
+
+    Autograd surely reaches these inputs from the tangent's output.
+    """
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
@@ -128,7 +131,7 @@ def _read_inputs(
 
 
 def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Map the first name of each tensor to the tensor's other names; a tied parameter has several."""
+    """Return a dict from the first name of each tensor to its other names. Only tied tensors have other names."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -238,7 +241,7 @@ def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def _copy_inputs(
     copier: Copier, inputs: Iterable[tuple[fx.Node, InputSlot]], live: set[fx.Node]
 ) -> tuple[InputSlot, ...]:
-    """Copy all placeholders except unused seeds and tangents, and return their slots."""
+    """Copy all placeholders except unused seeds and tangents. Return the slots of the copies."""
     slots = []
     for node, slot in inputs:
         if node in live or slot.kind not in (InputKind.SEED, InputKind.TANGENT):

@@ -78,11 +78,12 @@ def _items(value: Any) -> set[int]:
 
 
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
-    """Turn scalars that a call left in write-only attributes into results of the program, and return the scalars.
+    """Return scalars that a call left in attributes, and write their attributes' paths into `result.kept`.
 
-    All other attributes with new tensors go into `result.lost`, for two reasons. Large tensors would have to be
-    gathered. An attribute that the call reads before setting it is a cache, or carries a value over from the previous
-    call.
+    The scalars become results of the program. An attribute counts only if the call did not read it before setting it.
+    The paths of all other attributes with new tensors go into `result.lost`, for two reasons. Large tensors would have
+    to be gathered. An attribute that the call reads before setting it is a cache, or carries a value over from the
+    previous call.
     """
     scalars, lost = {}, []
     assert result.tree is not None, "the result is not flattened yet"

@@ -92,11 +92,11 @@ _BY_NUMBER: Mapping[Any, Any] = {
 """Operators with a number argument, and their variants with a tensor in the number's place."""
 
 Padded = dict[int, Any]
-"""Padded dim of a tensor to the symbol of its true size."""
+"""For one tensor, a dict from each padded dim to the symbol of the dim's true size."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Replace symbolic sizes in the graph by bounds.
+    """Return the graph module with bounds in place of symbolic sizes. It is a copy if there are symbolic sizes.
 
     Raises:
         UnboundedSizeError: the bounded program may be wrong.
@@ -182,7 +182,7 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """Return the indices of a mask's ones, followed by padding. Equal masks share one node."""
+        """Return the indices of a mask's ones (`symbol` is their number), then padding. Equal masks share one node."""
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -231,7 +231,7 @@ class _Bounding:
         return result
 
     def _bounded(self, expression: Any) -> int:
-        """Return a size with the bound of each symbol in its place."""
+        """Return the upper bound of a size: its value if each symbol has its bound."""
         if not expression.free_symbols <= self.counts.keys():
             raise UnboundedSizeError(f"{expression} is the size of something else")
         return int(expression.subs({symbol: count.bound for symbol, count in self.counts.items()}))
@@ -293,7 +293,7 @@ class _Bounding:
         return self._checked_call(node, _BY_NUMBER[node.target], (operand, self._like(number, operand)), {})
 
     def _like(self, number: Any, operand: Any) -> Any:
-        """Return a number in the dtype of an operand, as a Python number would be."""
+        """Return a number to combine with an operand. A computed scalar is cast to the operand's floating dtype."""
         dtype = operand.meta["val"].dtype
         if not isinstance(number, fx.Node) or not dtype.is_floating_point:
             return number
@@ -315,7 +315,7 @@ class _Bounding:
         return self._call(aten.where.self, (spread, written, x))
 
     def _mean(self, node: Any) -> fx.Node:
-        """Return the sum of rows divided by their number, in place of a mean."""
+        """Copy a mean as a sum of rows that is divided by the true number of rows."""
         x = self.copies[node.args[0]]
         of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
         dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
@@ -359,7 +359,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """Return for each operand its dims to fill, with their fill values."""
+        """Return one dict for each operand: from each dim whose padding is filled, to the fill value."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)
@@ -392,7 +392,7 @@ class _Bounding:
         return fx.map_arg(arguments, fill)
 
     def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
-        """Return the operand with a number in its padding."""
+        """Return the operand after `value` is written into the padding of the one dim in `dims`."""
         key = (operand, value, tuple(dims))
         if key not in self.filled:
             ((dim, symbol),) = dims.items()
@@ -407,7 +407,7 @@ class _Bounding:
         return self.padded.get(operand, ({},))[0]
 
     def _call(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """Emit a node with its value; other metadata comes from the original node."""
+        """Emit a call with its fake value. All other metadata comes from the source node `of`."""
         copy = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
         assert self.of is not None
         values, options = fx.map_arg((copy.args, copy.kwargs), lambda operand: operand.meta["val"])
@@ -438,7 +438,7 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
 
 
 def runs_without_rewrite(target: Any, bound: BoundRule, factor: str) -> bool:
-    """Whether a call on a part of `factor` computes the right part without the change that its sharding rule makes."""
+    """Whether the operator, run unchanged on a part of `factor`, computes the right part of the result."""
     if bound.local is None or target in _LOOKUPS:
         return True
     return target in ROWWISE and not bound.may_communicate(factor)
@@ -469,7 +469,7 @@ def _is_number(node: Any) -> bool:
 
 
 def _is_size_of(node: Any, number: Any) -> bool:
-    """Whether a call uses a number only as a size."""
+    """Whether the call `node` uses `number` only as its size argument."""
     place = _SIZED.get(node.target)
     leaves = pytree.tree_leaves((*node.args[:place], *node.args[place + 1 :], node.kwargs)) if place is not None else []
     return place is not None and number not in leaves

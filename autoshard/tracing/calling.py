@@ -45,8 +45,8 @@ class TracedCall:
     """The flattened arguments of a model's call.
 
     Args:
-        tensors: leaf index to the leaf, for leaves that are tensors.
-        constants: leaf index to the leaf, for all other leaves.
+        tensors: from the index of a leaf to the leaf, for leaves that are tensors.
+        constants: from the index of a leaf to the leaf, for all other leaves.
         tree: pytree structure that nests the leaves into `(args, kwargs)`.
         paths: a readable path of each leaf: "args[0]['mask']".
     """
@@ -69,11 +69,12 @@ class Result:
 
     Args:
         tree: pytree structure of the model's result.
-        indices: leaf indices of the tensors; those of `kept` come last.
-        constants: leaf index to the leaf, for all other leaves. Objects that a program cannot return become None.
+        indices: leaf index of each tensor in the result, then the leaf indices in `kept`.
+        constants: from the index of a leaf to the leaf, for leaves that are no tensors. Objects that a program cannot
+            return become None.
         dropped: types of the objects that become None.
-        kept: leaf index to the module attribute in which the call left a tensor. These indices follow the result's
-            leaves.
+        kept: from a leaf index to the path of the module attribute in which the call left a tensor. These indices
+            follow the leaves of the model's own result.
         lost: attributes in which the call left tensors, and which a program does not set.
         detached: leaf indices of tensors that do not require grad.
         reached: for each tensor, the indices of the flat inputs that autograd surely reaches (`reach.reached_inputs`).
@@ -92,7 +93,7 @@ class Result:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-    """Flatten the arguments of a call.
+    """Return the flattened arguments of a call.
 
     Raises:
         TraceError: a leaf is an object whose tensors the trace would not see.

@@ -40,10 +40,10 @@ def keeping_checks() -> Iterator[None]:
 
 
 def tie_checks(graph: fx.Graph, outputs: int) -> None:
-    """Pass results of a joint graph through its checks, so that the checks are not dead code.
+    """Change the graph so that its results pass through its checks, and the checks are not dead code.
 
-    Results that AOTAutograd describes as plain outputs come in order: `outputs` outputs of the model, then guarded
-    values.
+    AOTAutograd describes the model's outputs and the guarded values as plain outputs. The first `outputs` of the plain
+    outputs are the model's.
     """
     output = graph.output_node()
     results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]

@@ -191,7 +191,7 @@ class _Rewrites(TorchFunctionMode):
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
-    """Do `torch.tensor`, but read scalar tensors in lists by `item`."""
+    """Return `torch.tensor(data, **options)`. Scalar tensors in lists are read by `item`."""
     if isinstance(data, (FakeTensor, FunctionalTensor)):
         return data.detach().clone().to(device=options.get("device"), dtype=options.get("dtype"))
     if isinstance(data, (list, tuple)):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 Count = Callable[[Callable[[Tensor], Tensor], Tensor], int]
-"""Function of (function, tensor). It returns the example's value of `function(tensor)`, a scalar, and guards it from
-then on.
+"""Function called as `count(function, tensor)`. It computes the scalar `function(tensor)` for the example's tensor,
+guards the result, and returns the result.
 """
 
 aten = torch.ops.aten
@@ -89,7 +89,8 @@ def _runs(count: Count, rows: Tensor, of: Callable[[Tensor], Tensor], x: Tensor)
         x: the operand. `count` takes `x` because the example's values of `rows` are not known.
 
     Returns:
-        One row of each run, [runs, ...]; the index of each row's run, [N]; the number of rows of each run, [runs].
+        The first row of each run itself, [runs, ...]. For each row, the index of its run, [N]. For each run, the number
+        of its rows, [runs].
     """
     starts = _starts(rows)
     size = count(lambda tensor: _starts(of(tensor)).sum(), x)
@@ -157,7 +158,7 @@ COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
 }
-"""Operator to a function (count, *args) that performs the call with `count`."""
+"""From an operator to a function `f(count, *args)` that performs a call of the operator with `count`."""
 
 
 def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -48,15 +48,16 @@ def _ctc_loss(
 
 
 def _lengths(lengths: Tensor | Sequence[int], log_probs: Tensor) -> Tensor:
-    """Return lengths as an int64 tensor [N]."""
+    """Return lengths as an int64 tensor [N] on the device of `log_probs`."""
     return torch.as_tensor(lengths, dtype=torch.int64, device=log_probs.device).reshape(-1)
 
 
 def _rows(targets: Tensor, lengths: Tensor, given: Tensor | Sequence[int]) -> Tensor:
     """Return concatenated targets as rows [N, S] of one length S.
 
-    If `given` is a list, S is its largest number. If `given` is a tensor, S is read from its values, in blocks of
-    `_BLOCK`.
+    `lengths` has the lengths of the targets as an int64 tensor [N]. `given` has the same lengths as the caller passed
+    them. If `given` is a list, S is its largest number. If `given` is a tensor, S is its largest value, which is read
+    and rounded up to a multiple of `_BLOCK`.
     """
     if isinstance(given, Tensor):
         blocks = int(((lengths.max() + _BLOCK - 1) // _BLOCK).item())

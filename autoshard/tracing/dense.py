@@ -53,7 +53,10 @@ def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
-    """Do `torch.sparse_coo_tensor`. If the values require grad, return a dense tensor: a trace loses the gradient."""
+    """Return the result of `torch.sparse_coo_tensor`, as a dense tensor if `size` is given and values require grad.
+
+    A trace would lose the gradient of a sparse tensor.
+    """
     is_trained = isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled()
     if not is_trained or size is None:
         return torch.sparse_coo_tensor(indices, values, *() if size is None else (size,), **options)

@@ -112,7 +112,7 @@ def _flex_attention(
     """Return the result [B, H, S, D], and log-sum-exp and largest score of each row [B, H, S], both divided by ln 2.
 
     The result has its dims in the memory order of `q`. Blocks of `block_mask` only say which scores a kernel may skip.
-    Its mask function alone decides.
+    The mask function of `block_mask` alone decides which scores are masked.
     """
     score_buffers, mask_buffers = (*buffers, (), ())[:2]
     groups = q.size(1) // k.size(1)
@@ -152,7 +152,10 @@ def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: i
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Makes `table[i, j]` look up numbers that `vmap` runs over. Plain indexing would read the numbers."""
+    """Makes `table[i, j]` a lookup of rows if all indices are numbers, and some are integer scalar tensors.
+
+    `vmap` may run over such scalars, and plain indexing would read their values.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -169,7 +172,7 @@ def _is_number(entry: Any) -> bool:
 
 
 def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
-    """Return `table[entries]`; negative numbers count from the end."""
+    """Return `table[entries]` for entries that are integers or integer scalars. Negative entries count from the end."""
     row: Any = 0
     for entry, size in zip(entries, table.shape, strict=False):
         number = torch.where(entry < 0, entry + size, entry) if isinstance(entry, Tensor) else entry % size

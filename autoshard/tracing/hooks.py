@@ -47,7 +47,10 @@ Hooks = dict[Any, WatchedHook]
 
 @contextlib.contextmanager
 def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[Hooks]:
-    """Record which user hooks run, on modules of `model` or globally. Hooks with code in `without` do nothing."""
+    """Yield a record of the user's hooks that run within the context, on modules of `model` or globally.
+
+    Hooks whose code objects are in `without` do nothing within the context.
+    """
     watched: Hooks = {}
     replaced = []
     for title, table in _tables(model):

@@ -68,7 +68,7 @@ class JointGraph:
 
 
 class Known(StrEnum):
-    """Tensors whose values Python code may read during the trace."""
+    """Choice of the tensors whose values Python code may read during the trace."""
 
     NOTHING = "nothing"
     INPUTS = "inputs"
@@ -83,13 +83,13 @@ class TraceOptions:
         grad: trace gradients.
         all_tangents: take a tangent for each output, not only for losses.
         call: calls the model.
-        known: tensors whose values Python code may read.
+        known: choice of the tensors whose values Python code may read.
         symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
             program has the example's numbers.
         as_compiled: make `torch.compiler.is_compiling()` true for the model's code, as under torch.compile. Some models
             then have no branches on values.
         casts: casts of a computation in a narrower type.
-        seed: seed of random operators, whose values may then be read.
+        seed: seed of random operators. If a seed is given, the values that they draw may be read.
         device: assumed device of tensors on meta.
         keeps_gradients: take tangents for scalars that the call leaves in attributes, as for losses.
         whole_experts: make each layer of experts one operator.
@@ -220,17 +220,21 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Write tensors that the model assigned (`self.count = self.count + 1`) into its buffers, like updates in place."""
+    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers.
+
+    An assignment then looks like an update in place. All arguments map a name to a tensor. `state` has the traced
+    tensors. `given` has the model's tensors before the call, and `after` its tensors after the call.
+    """
     for name, tensor in given.items():
         if after[name] is not tensor:
             state[name].copy_(after[name])
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:
-    """Return copies of the outputs, and detach the outputs that get no gradient.
+    """Return a contiguous copy of each output. The copy is detached if the output gets no tangent.
 
-    The copies are contiguous, and none aliases another. A tangent has its output's layout, so it is contiguous too. The
-    first `returned` outputs are returned by the call; the call leaves the other outputs in attributes.
+    No copy aliases another copy. A tangent has its output's layout, so it is contiguous too. The call returns the first
+    `returned` outputs, and leaves all other outputs in attributes.
     """
     losses = [_is_loss(output) and (i < returned or options.keeps_gradients) for i, output in enumerate(outputs)]
     wants_grad = options.grad and not options.forward_only
@@ -251,7 +255,7 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Export the joint graph of a call on fake tensors."""
+    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})
     slots = (
@@ -355,7 +359,7 @@ def _refusing_inner_backward() -> Iterator[None]:
 def _without_tensor_meta() -> Iterator[None]:
     """Leave out `meta["tensor_meta"]` of nodes within the context.
 
-    It repeats `meta["val"]`, is not read here, and takes 8 % of a trace.
+    The entry repeats `meta["val"]`, and nothing in autoshard reads it. It takes 8 % of a trace.
     """
     before = proxy_tensor._extract_tensor_metadata
     proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment]

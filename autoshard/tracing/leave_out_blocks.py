@@ -51,7 +51,7 @@ def leave_out_blocks(model: nn.Module, margin: int, least: int = LEAST_LEFT_OUT)
 
     Args:
         model: any module; blocks are entries of outermost module lists.
-        margin: units kept at each end of a run, beside the two units at the gap.
+        margin: units kept at each end of a run, in addition to one unit on each side of the gap.
         least: least number of units to leave out of a run.
     """
     repeats = [

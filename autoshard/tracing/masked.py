@@ -25,8 +25,9 @@ class _Masked:
     """The part of a tensor that `x[.., mask, ..]` selects.
 
     Args:
-        view: view of the tensor under the entries beside the mask, with all dims that the mask covers.
-        mask: bool, of the view's shape from dim `start` on.
+        view: view of the tensor, indexed by all entries except the mask. The dims that the mask covers are whole.
+        mask: bool tensor with the shape of the dims that it covers.
+        start: the first dim of the view that the mask covers.
     """
 
     view: Tensor
@@ -58,7 +59,7 @@ class _Masked:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """Do `x[index] = value`, in one of the two forms if a mask is among the indices."""
+    """Assign `x[index] = value`. If a mask is among the indices, use one of the module's two forms."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not any(map(_is_mask, entries)):
         x[index] = value
@@ -72,7 +73,10 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _find_masked(x: Tensor, entries: Sequence[Any]) -> _Masked | None:
-    """Return the masked part of `x`. None unless one mask stands beside only numbers, slices, None and an ellipsis."""
+    """Return the part of `x` that an index selects, given the index's `entries` with at least one mask.
+
+    Return None for several masks, and for entries other than a mask, numbers, slices, None and an ellipsis.
+    """
     (place, *others) = (place for place, entry in enumerate(entries) if _is_mask(entry))
     before, mask, after = entries[:place], entries[place], entries[place + 1 :]
     if others or not all(_is_basic(entry) for entry in (*before, *after)):
@@ -137,4 +141,4 @@ ASSIGNMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.index_put: _index_put,
     torch.index_put_: _index_put_,
 }
-"""Functions of torch to the functions that replace them during a trace."""
+"""From a function of torch to the function that replaces it during a trace."""

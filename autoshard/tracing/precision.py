@@ -1,7 +1,7 @@
 """Runs a model in a narrower floating type than its parameters'. The casts become part of the trace.
 
 Wider parameters and inputs are cast, each once, before the model runs; buffers keep their types. FSDP2's
-`MixedPrecisionPolicy(param_dtype=...)` does the same. The differences let models run without changes:
+`MixedPrecisionPolicy(param_dtype=...)` does the same. Three differences from FSDP2 let models run without changes:
 
 * Parameters of norms with running statistics are not cast. Beside narrow inputs, PyTorch's operator accepts them only
   in float32 (FSDP1 leaves such modules out too).
@@ -91,7 +91,7 @@ class Casts:
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return a pytree with its wider tensors cast."""
+        """Return the pytree `inputs`, in which tensors wider than `dtype` are cast to `dtype`."""
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs:
 def place_casts(graph: fx.Graph) -> None:
     """Move casts to save memory: an input is cast before its first use, a result right after its operand.
 
-    A trace has the casts of parameters first, and those of their gradients last.
+    Before the move, casts of parameters are the first nodes, and casts of gradients are the last nodes.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:

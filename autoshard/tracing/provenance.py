@@ -53,7 +53,7 @@ class ProvenanceMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def follow_modules(self) -> Iterator[None]:
-        """Keep track of the running module within the context."""
+        """Keep track of the running module within the context, so that nodes can be annotated with it."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:

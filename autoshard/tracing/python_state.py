@@ -35,7 +35,7 @@ def python_state(model: nn.Module) -> State:
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value). For an object with settings, yield its attributes instead."""
+    """Yield (path, value). For an object with settings, yield (path, value) of each attribute instead."""
     if not is_record(value):
         yield path, value
         return

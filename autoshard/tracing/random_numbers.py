@@ -42,7 +42,7 @@ class RandomSites:
     next_site: int = 0
 
     def take(self) -> int:
-        """Return the number of the next random operator, and count on."""
+        """Return the number of the next random operator, and increase `next_site` by one."""
         self.next_site += 1
         return self.next_site - 1
 
@@ -63,7 +63,10 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse a model that seeds PyTorch's generator. It draws equal numbers in every call, which a program does not."""
+    """Refuse a model that seeds PyTorch's generator within the context.
+
+    Such a model draws the same numbers in every call. A program draws other numbers in each call.
+    """
 
     def refuse(*_: Any) -> None:
         where = user_line(sys._getframe(1))
@@ -127,7 +130,7 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 
 def refuse_generator(func: Any, generator: Any) -> None:
-    """Raise `TraceError` for a call with a generator of its own."""
+    """Raise `TraceError` if `generator`, an argument of a call of `func`, is not torch's default generator."""
     default: Any = torch.default_generator
     if generator is None or generator._cdata == default._cdata:
         return
@@ -234,9 +237,9 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """Draw integers from `from` to `to`.
+    """Draw integers from `from` to `to` - 1.
 
-    `from` is a Python keyword, so it is in `bounds`. Without `to`, the type's largest number is the end.
+    `from` is a Python keyword, so it is in `bounds`. Without `to`, the largest possible integer is that of `_largest`.
     """
     low = bounds.get("from") or 0
     if to is None:
@@ -333,7 +336,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""Name of PyTorch's operator, without the underscore of its in-place variant, to a function that draws."""
+"""From the name of a PyTorch operator, without the underscore of an in-place variant, to a function that draws."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
 """Names of PyTorch's operators that draw by the counter-based generator."""

@@ -115,9 +115,10 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
-    """Group torch's flat list of weights by layer and direction.
+    """Return torch's flat list of weights, grouped by layer and direction.
 
-    The list has w_ih and w_hh, then b_ih and b_hh if there are biases, then w_hr if there are projections.
+    For each layer and direction, the list has w_ih, w_hh, then b_ih and b_hh (with biases), then w_hr (with
+    projections).
     """
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
@@ -220,7 +221,7 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Do `torch._pack_padded_sequence`.
+    """Return the results of `torch._pack_padded_sequence`.
 
     The longest length and the sum of lengths are read from values, because shapes depend on them.
     """
@@ -237,7 +238,10 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Do `torch._pad_packed_sequence`. The batch size, which is the first of `batch_sizes`, is read from values."""
+    """Return the results of `torch._pad_packed_sequence`.
+
+    The batch size, which is the first of `batch_sizes`, is read from values.
+    """
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)

@@ -76,7 +76,7 @@ def _dropout_(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Drop whole channels of `x` [N, C, ...]."""
+    """Return `x` [N, C, ...] after a dropout of whole channels. Return `x` itself outside training."""
     if not train or p == 0.0:
         return x
     channels = torch.ones((*x.shape[:2], *([1] * (x.dim() - 2))), dtype=x.dtype, device=x.device)
@@ -168,7 +168,7 @@ def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Te
 
 
 def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand the batch and single heads to the sizes that eager broadcasting gives."""
+    """Return q, k and v, expanded to the batch size and the numbers of heads that eager broadcasting gives."""
     batch = max(q.size(0), k.size(0), v.size(0))
     heads = max(k.size(1), v.size(1))
     q = q.expand(batch, max(q.size(1), heads), -1, -1)
@@ -276,7 +276,10 @@ class _RmsNorm(torch.autograd.Function):
 def _fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do RMS norm by `_RmsNorm`. Below autograd, return NotImplemented, by which torch keeps the operator whole."""
+    """Return the results of RMS norm, computed by `_RmsNorm`.
+
+    Below autograd, return NotImplemented, by which torch keeps the operator whole.
+    """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
     return _norm(x, normalized_shape, weight, eps)

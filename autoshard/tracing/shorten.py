@@ -86,7 +86,11 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 
 
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
-    """Return the properties in which equal blocks agree: classes, shapes and dtypes of tensors, plain attributes."""
+    """Return the properties in which equal blocks agree: classes, shapes and dtypes of tensors, plain attributes.
+
+    The attributes in `counting`, as (module, attribute), number the blocks and are left out. None has the signature
+    None.
+    """
     if block is None:
         return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())
@@ -118,7 +122,10 @@ def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
 
 
 def with_lists(model: nn.Module, lists: Mapping[str, nn.ModuleList], path: str = "") -> nn.Module:
-    """Return a shallow copy of a model with other module lists at some paths."""
+    """Return a shallow copy of a model, in which `lists` replace the module lists at their paths.
+
+    `path` is the path of `model` itself.
+    """
     copied = copy.copy(model)
     children: dict[str, nn.Module | None] = {}
     for name, child in model._modules.items():

@@ -64,7 +64,7 @@ class Copier:
         return self._copies[original]
 
     def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
-        """Copy a placeholder under the name of its slot."""
+        """Copy a placeholder under a name made from its slot, and return the copy."""
         name = "_".join(part for part in (_PREFIXES[slot.kind], re.sub(r"\W", "_", slot.name)) if part)
         copy = self.graph.create_node("placeholder", name, (), {}, name=name)
         return self._remember(node, copy)

@@ -57,7 +57,7 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
 }
-"""Operator to a function (nonzero, *args) that performs the call with `nonzero`."""
+"""From an operator to a function `f(nonzero, *args)` that performs a call of the operator with `nonzero`."""
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class SymbolicCounts:
 
     Args:
         environment: torch's environment of symbols.
-        masks: symbol to the mask whose ones it counts.
-        numbers: symbol to its value in the example, if known.
+        masks: from a symbol to the mask whose ones the symbol counts.
+        numbers: from a symbol to its value in the example, if known.
     """
 
     environment: ShapeEnv
@@ -95,7 +95,7 @@ class SymbolicCounts:
 
         Raises:
             ValueUnavailableError: the example does not decide whether an expression holds.
-            UnboundedSizeError: an expression does not hold.
+            UnboundedSizeError: an expression does not hold in the example.
         """
         for expression in expressions:
             holds = expression.subs(self.numbers)

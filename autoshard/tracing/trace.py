@@ -193,7 +193,10 @@ def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceO
 
 
 def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
-    """Export with bounded sizes. An error that bounded sizes alone cause becomes `UnboundedSizeError`."""
+    """Return the joint graph with bounded sizes.
+
+    An error other than `TraceError` becomes `UnboundedSizeError`, unless it reports a read of a tensor without values.
+    """
     try:
         return export_joint(model, call, replace(options, known=known, symbolic=True))
     except (TraceError, UnboundedSizeError):
@@ -249,8 +252,8 @@ class _WayOfTracing:
     Args:
         name: words for messages.
         capture: makes the joint graph of a call.
-        helps_with: whether it may work after this error of the previous way.
-        needs_values: whether it reads the values of parameters.
+        helps_with: takes the error of the previous way; returns whether this way may work.
+        needs_values: whether this way reads the values of parameters.
     """
 
     name: str
@@ -298,7 +301,10 @@ def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) 
 
 
 def _way_out(place: tuple[str, nn.Module] | None, where: str) -> str:
-    """Return advice after an error. A norm in training that sees one value of each channel has advice of its own."""
+    """Return advice for an error's message. A norm in training that sees one value of each channel has its own advice.
+
+    `place` is the innermost module that raised the error, with its name. `where` is the user's line, or "".
+    """
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
         return "In training it needs several values of each channel: pass a larger batch, or call .eval()."
     first = "Call the model with these inputs on one device first."

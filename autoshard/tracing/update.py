@@ -116,7 +116,7 @@ class _Appending:
                 yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
 
     def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """Return the updated parameter, then its updated state."""
+        """Emit the update of one parameter. Return the nodes of the updated parameter and of its updated state."""
         call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
         if not rule.state:
             return [call]
@@ -136,7 +136,7 @@ class _Appending:
         return self._placeholder(InputKind.STATE, state_slot(state, name), self.values[key])
 
     def _placeholder(self, kind: InputKind, slot_name: str, value: Tensor) -> fx.Node:
-        """Add an input after all other inputs."""
+        """Add an input to the program after all other inputs, and return its placeholder."""
         graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
         with graph.inserting_after(self.values.get("last") or self.program.nodes_by_name()[self.inputs[-1].node]):
             node = graph.create_node("placeholder", name, (), {}, name=name)
