@@ -63,7 +63,12 @@ class NamedOptimizer:
         return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
-        """Raise `CheckpointError` unless `saved` is of the same class of optimizer, over the same parameters."""
+        """Raise `CheckpointError` unless `saved` is of the same class of optimizer, over the same parameters.
+
+        Args:
+            saved: the result of `state` from a checkpoint.
+            keyword: the name under which the user passed this optimizer, for the error message.
+        """
         kind = type(self.optimizer).__name__
         if saved["kind"] != kind:
             raise CheckpointError(f"{keyword!r} is a {kind}, and the checkpoint has the state of a {saved['kind']}.")

@@ -64,7 +64,7 @@ class Member:
 
     @property
     def value(self) -> fx.Node:
-        """The node of the value: `computed`, or the operand of `flat`."""
+        """The node of the value: `computed`, or the operand of the view `flat` if `computed` is None."""
         return self.flat.all_input_nodes[0] if self.computed is None else self.computed
 
     @property

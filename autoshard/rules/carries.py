@@ -153,9 +153,9 @@ def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
 
 
 def sums(*groups: Operands) -> list[Carry]:
-    """Return carries of sums through each group of operands.
+    """Return a carry for each group: if all operands of the group are partial sums, all results are partial sums.
 
-    If all results are linear in a group, use `Rule.linear` instead.
+    `only_in` restricts the carries to one result. If all results are linear in a group, use `Rule.linear` instead.
     """
     return [Carry(frozenset(group), Reduction.SUM) for group in groups]
 

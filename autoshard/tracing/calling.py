@@ -229,13 +229,16 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A function that calls a model.
+    """A function that calls a model, and then the loss function if there is one.
+
+    It returns the result of `loss_fn`, or else the model's outputs.
 
     Args:
         loss_fn: applied to the model's outputs and the targets; None: no loss function.
-        targets: number of targets, the last positional arguments.
-        cast_inputs: applied to the model's own arguments, a pytree. The outputs are then widened for `loss_fn`.
-        loss_only: return the loss alone.
+        targets: number of targets, the last positional arguments. The model does not get them.
+        cast_inputs: applied to the model's own arguments, a pytree. If it is given, `loss_fn` gets outputs that are
+            narrower than float32 as float32.
+        loss_only: return only the first floating scalar of the result, which is the loss.
     """
 
     loss_fn: Callable[..., Any] | None = None

@@ -78,7 +78,10 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it."""
+        """Return the reason why no recipe of the model can have a feature; "" if a recipe may have it.
+
+        `feature` is a name of `why_not`, such as "pipeline" or "offload".
+        """
         return self._recipes(feature).problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:

@@ -256,9 +256,9 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """Return the memory of a link's value, as a site's name and the index of a result.
+        """Return the key of a link's value in `reaches`: the name of the site that makes it, and the result's index.
 
-        All results of a view lie in one memory, with index 0.
+        If that site is a view, the index is always 0, because all its results lie in one memory.
         """
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 

@@ -239,7 +239,7 @@ class RecipePricer:
         return self._times[key]
 
     def _counts_of(self, names: Iterable[str]) -> Floats:
-        """Return the number of layers of each class in the whole model, [classes]."""
+        """Return how many layers of each class the whole model has, [classes]. `names` are the names of the classes."""
         return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
