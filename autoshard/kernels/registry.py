@@ -89,7 +89,7 @@ def find_kernel(
     Example:
         >>> import torch
         >>> x = torch.empty(4, 8, device="meta")
-        >>> find_kernel(torch.ops.aten._softmax.default, (x, -1, False)).name
+        >>> find_kernel(torch.ops.aten._softmax.default, (x, -1, False)).replacement.name()
         'autoshard::triton_softmax'
         >>> find_kernel(torch.ops.aten._softmax.default, (x, 0, False)) is None
         True
