@@ -145,8 +145,7 @@ def candidates_found(
     for shape, (recipe, step_s) in shapes.items():
         in_stages, saves = is_several(shape.pipeline), (recipe.recompute, recipe.offload) != ("none", "none")
         is_far = step_s > (_NEAR_IF_SAVING if saves and not in_stages else _NEAR) * least_s
-        is_saving = saving.recipe is not None and shape == shape_of(saving.recipe.recipe, fixed)
-        is_spare = is_far or (in_stages and has_stages) or (planned >= _MOST_SHAPES and not is_saving)
+        is_spare = is_far or (in_stages and has_stages) or planned >= _MOST_SHAPES
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
         for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
