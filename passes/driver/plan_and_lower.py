@@ -31,7 +31,7 @@ from passes.planning.search import Search, first_bound
 from passes.planning.tie_axes import space_in_time, tied_levels
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
-from passes.recomputation.recompute_search import solve_jointly, solve_with_room
+from passes.recomputation.recompute_search import forget_problems, solve_jointly, solve_with_room
 from passes.recomputation.whole_blocks import with_whole_blocks
 from passes.solver.assignment import Solution
 from passes.solver.one_thread import one_blas_thread
@@ -135,6 +135,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     terms = (allowed, start, peak_of)
     found = solve_jointly(planning, search, *terms, recompute=recompute, offload=offload, before=before)
     roomy = solve_with_room(found, planning, search, *terms, recompute=recompute, offload=offload)
+    forget_problems(planning)
     decision = Decision((found,) if roomy is None else (found, roomy), baselines)
     keeping_all = [*start, found.solution] if found.planning is planning else start
     if not options.with_baselines or not keeping_all or options.control.is_over():

@@ -236,14 +236,20 @@ def _problem(
     Raises:
         SearchStopped: time was up before the problem was built.
     """
-    key = f"problem with recomputation, offload={offload}"
-    if key not in planning.derived:
+    known: dict[bool, RecomputeProblem] = planning.derived.setdefault(_PROBLEMS, {})
+    if offload not in known:
         with search.control.building():
-            planning.derived[key] = build_recompute_problem(
-                planning, options, control=search.control if may_stop else None
-            )
-    found: RecomputeProblem = planning.derived[key]
-    return found
+            known[offload] = build_recompute_problem(planning, options, control=search.control if may_stop else None)
+    return known[offload]
+
+
+_PROBLEMS = "problems with recomputation"
+"""The key of `PlanningProblem.derived` for problems with recomputation, by whether they have offload."""
+
+
+def forget_problems(planning: PlanningProblem) -> None:
+    """Free the problems that searches of `planning` built, whose tables may take gigabytes."""
+    planning.derived.pop(_PROBLEMS, None)
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
