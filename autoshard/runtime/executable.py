@@ -360,33 +360,24 @@ class Executable:
         outputs = [_new_tensor_object(value) if id(value) in given else value for value in results[:count]]
         return outputs, results[count:]
 
-    def run_backward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+    def run_backward_on(
+        self, values: list[LocalValue], sums: list[LocalValue] | None = None
+    ) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the backward; return the local gradients, and the local values carried into the update.
 
         Args:
             values: the values saved by the forward, then the local tangents; emptied.
+            sums: if given, each carried gradient is added to its sum as soon as it is computed. The sums are returned
+                in place of these gradients. The engine must add in backwards; emptied.
         """
-        results = list(self._backward(values))
+        results = _run(self._backward if sums is None else self._adding_backward, values, sums)
         count = len(self.gradients)
         return results[:count], results[count:]
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether backwards can add gradients to sums while they run (`run_adding_backward`, `run_adding_half`)."""
+        """Whether backwards and second halves can add gradients to sums while they run."""
         return self._adding_backward is not None
-
-    def run_adding_backward(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the backward, and add each carried gradient to its sum as soon as it is computed.
-
-        Return the local gradients, and the sums.
-
-        Args:
-            values: the values saved by the forward, the local tangents, then the sums so far; emptied.
-        """
-        assert self._adding_backward is not None, "the engine adds in backwards"
-        results = list(self._adding_backward(values))
-        count = len(self.gradients)
-        return results[:count], results[count:]
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the first half of a split backward.
@@ -398,26 +389,19 @@ class Executable:
         count = len(self.gradients)
         return results[:count], results[count:]
 
-    def run_second_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], Sequence[bool]]:
+    def run_second_half(
+        self, values: list[LocalValue], sums: list[LocalValue] | None = None
+    ) -> tuple[list[LocalValue], Sequence[bool]]:
         """Run the second half of a split backward.
 
         Return the values carried into the update, and for each whether it may be written over.
 
         Args:
             values: the second result of `run_first_half`; emptied.
+            sums: see `run_backward_on`.
         """
-        return list(self._halves.weights(values)), self._halves.owned
-
-    def run_adding_half(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Run the second half of a split backward, and add each gradient to its sum as soon as it is computed.
-
-        Return the sums.
-
-        Args:
-            values: the second result of `run_first_half`, then the sums so far; emptied.
-        """
-        assert self._halves.adding_weights is not None, "the engine adds in backwards"
-        return list(self._halves.adding_weights(values))
+        halves = self._halves
+        return _run(halves.weights if sums is None else halves.adding_weights, values, sums), halves.owned
 
     def run_backward(
         self,
@@ -491,6 +475,15 @@ class _Halves:
     weights: Loaded
     adding_weights: Loaded | None
     owned: Sequence[bool]
+
+
+def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue] | None) -> list[LocalValue]:
+    """Return the results of a loaded graph on values and perhaps sums; both lists are emptied."""
+    assert loaded is not None, "the engine adds in backwards"
+    if sums is not None:
+        values += sums
+        sums.clear()
+    return list(loaded(values))
 
 
 def _new_tensor_object(value: LocalValue) -> LocalValue:

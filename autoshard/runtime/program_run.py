@@ -61,12 +61,8 @@ class StageRun:
         Args:
             values: the values saved by the forward, then the local tangents; emptied.
         """
-        if self.gradient_sums is None or not self.program.adds_in_backward:
-            sent, gradients = self.program.run_backward_on(values)
-            self.add(gradients, self.program.owned_gradients)
-        else:
-            values += self._take_sums()
-            sent, self.gradient_sums = self.program.run_adding_backward(values)
+        sent, gradients = self.program.run_backward_on(values, self._take_sums())
+        self.add(gradients, self.program.owned_gradients)
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
@@ -75,16 +71,16 @@ class StageRun:
         Args:
             values: the values that the first half saved; emptied.
         """
-        if self.gradient_sums is None or not self.program.adds_in_backward:
-            self.add(*self.program.run_second_half(values))
-        else:
-            values += self._take_sums()
-            self.gradient_sums = self.program.run_adding_half(values)
+        self.add(*self.program.run_second_half(values, self._take_sums()))
 
-    def _take_sums(self) -> list[LocalValue]:
-        """Return the sums of gradients, and drop this object's references, so that each sum can be freed."""
-        sums, self.gradient_sums, self.owned = self.gradient_sums, None, None
-        assert sums is not None, "a micro-batch's gradients are summed"
+    def _take_sums(self) -> list[LocalValue] | None:
+        """Return the sums for a backward that adds to them, without keeping them, so that each sum can be freed.
+
+        None before the first backward, and if the engine adds afterwards.
+        """
+        if self.gradient_sums is None or not self.program.adds_in_backward:
+            return None
+        sums, self.gradient_sums = self.gradient_sums, None
         return sums
 
     def add(self, gradients: list[LocalValue], owned: Sequence[bool]) -> None:

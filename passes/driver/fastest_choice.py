@@ -79,9 +79,10 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
     searched = [(lowering(each.solution, each.planning), each) for each in found.searched]
     own, joint = min(searched, key=lambda pair: pair[0].plan.predicted.step_time_s)
     known = {name: each for name, each in found.baselines.items() if each is not None}
-    others = {each.choice: each for each in (*known.values(), found.bucketed) if each is not None}
+    more = (JointSolution(planning, each) for each in (*known.values(), found.bucketed) if each is not None)
+    whole = {each.solution.choice: each for each in (*more, *found.searched) if each.planning is planning}
     lowered = {each.solution.choice: made for made, each in searched if each.planning is planning}
-    rough_s = _rough_steps(joint, own, [each for each in others.values() if each.choice not in lowered], lowering)
+    rough_s = _rough_steps(joint, own, [whole[choice].solution for choice in whole if choice not in lowered], lowering)
     least_s, late = min(plan.predicted.step_time_s for plan in (own.plan, *options.elsewhere)), set[_Choice]()
     for choice in sorted(rough_s, key=rough_s.__getitem__):
         if rough_s[choice] > lowering.near * least_s:
@@ -89,15 +90,14 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
         if options.control.is_over():
             late.add(choice)
             continue
-        lowered[choice] = lowering(others[choice])
+        lowered[choice] = lowering(whole[choice].solution)
         least_s = min(least_s, lowering.step_s(lowered[choice]) or math.inf)
     steps = {choice: lowering.step_s(made) for choice, made in lowered.items()}
     fitting = [own, *(made for choice, made in lowered.items() if made is not own and steps[choice] is not None)]
     done = {name: steps[each.choice] for name, each in known.items() if each.choice in steps}
     best = _fastest_of(fitting, [step for step in done.values() if step is not None], cluster)
     if best is not own:
-        chosen = next(choice for choice, made in lowered.items() if made is best)
-        joint = next((each for made, each in searched if made is best), None) or JointSolution(planning, others[chosen])
+        joint = next(whole[choice] for choice, made in lowered.items() if made is best)
     without, joint = joint_with_blocks(joint) if joint.planning is planning else (planning, joint)
     recompute, offload = savings_of(without, joint, peak_under(options))
     best = replace(best, plan=replace(best.plan, recompute=recompute, offload=offload))

@@ -90,11 +90,6 @@ class Storages:
         """Return the bytes of the storages of some values; a shared storage counts once."""
         return round(sum(storage.bytes for storage in _distinct(values)))
 
-    def note(self, values: Iterable[Value]) -> None:
-        """Update the peak with a moment at which exactly these values are in use."""
-        storages = list(_distinct(values))
-        self._note([(storage.part, storage.bytes) for storage in storages])
-
     def run(
         self, graph: fx.Graph, inputs: Iterable[Value], held: Iterable[Value] = (), part: str = ACTIVATIONS
     ) -> list[Value]:

@@ -207,7 +207,7 @@ class _LossWalk:
 
     def _call(self, node: fx.Node) -> list[State]:
         results = len(tensor_values(node))
-        operands = () if node.target in _NEW else operands_of(node)
+        operands = operands_of(node)
         given = [self.states[operand][0] for operand in operands]
         mixed = next((state for state in given if isinstance(state, Mixed)), None)
         if mixed is not None:
@@ -489,10 +489,8 @@ _SIZED = (
     *(aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.select.int, *COUNTS),
     aten.native_group_norm.default,
 )
-_NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
-"""Operators that read no element of their operand, only its dtype and device."""
 _ALIKE = (
     *(aten.full.default, aten.zeros.default, aten.ones.default, aten.expand.default, aten.repeat.default),
-    *(*_NEW, aten.empty.memory_format),
+    aten.empty.memory_format,
 )
 """Operators whose results have equal values for all samples."""

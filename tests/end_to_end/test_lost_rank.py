@@ -17,7 +17,7 @@ from torch import nn
 import autoshard
 from autoshard import LostRankError, Mesh, P
 from autoshard.runtime.agreement.control_group import ControlGroup
-from autoshard.runtime.executable import Executable
+from autoshard.runtime.program_run import StageRun
 from tests.models import Chain
 from tests.runtime.one_layer import OneLayer
 from tests.runtime.processes import PRELOADED, held_store, join_ranks
@@ -56,7 +56,7 @@ def work(rank: int, folder: str, port: int) -> None:
     step = autoshard.compile(model, Mesh({"data": RANKS}), **asked)
     step(batch)
     if rank == 2:
-        Executable.run_adding_backward = kill_this_rank  # type: ignore[method-assign]
+        StageRun.add = kill_this_rank  # type: ignore[method-assign]
     Path(folder, f"step.{rank}").write_text(error_of(lambda: step(batch)))
     if rank == 1:
         kill_this_rank()
@@ -76,7 +76,7 @@ def work_in_stages(rank: int, folder: str, port: int) -> None:
     )
     step(batch)
     if rank == 2:
-        Executable.run_adding_backward = kill_this_rank  # type: ignore[method-assign]
+        StageRun.add = kill_this_rank  # type: ignore[method-assign]
     Path(folder, f"stages.{rank}").write_text(error_of(lambda: step(batch)))
     os._exit(0)
 
@@ -115,7 +115,7 @@ def work_on_two_axes(rank: int, folder: str, port: int) -> None:
     step = autoshard.compile(model, mesh, **asked)
     step(batch)
     if rank == 3:
-        Executable.run_adding_backward = stop_this_rank  # type: ignore[method-assign]
+        StageRun.add = stop_this_rank  # type: ignore[method-assign]
     start = time.monotonic()
     error = error_of(lambda: [step(batch) for _ in range(3)])  # a rank that talks to others alone ends the step
     Path(folder, f"{rank}").write_text(f"{time.monotonic() - start} {error}")

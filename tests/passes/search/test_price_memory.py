@@ -8,8 +8,9 @@ import pytest
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import OURS
 from passes.search.pipeline_stages import cut_into_stages
-from passes.search.price_memory import MemoryPrice, memory_price
+from passes.search.price_memory import MemoryPrice, memory_price, state_bytes
 from passes.search.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, priced_dense
 from tests.passes.executions import under
@@ -64,3 +65,13 @@ def test_gradients_beside_their_sum_take_memory() -> None:
     """A gradient beside its sum takes two more bytes for each parameter."""
     apart, together = (_memory(under(Execution(), separate_sum=flag)).parts["gradients"] for flag in (True, False))
     assert apart - together == 2 * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "zero", "expected"), [(1, 1, (2, 3)), (2, 1, (4, 2)), (1, 3, (1, 2)), (2, 3, (1, 2))]
+)
+def test_our_pipelines_hold_their_parameters_in_float32(pipeline: int, zero: int, expected: tuple[int, int]) -> None:
+    """Bytes of a parameter and of its state on each of four ranks: our runtime has no narrow copies."""
+    recipe = Execution(data=4, zero=zero, pipeline=pipeline, runtime=OURS)
+    found = state_bytes(1, 4, recipe)
+    assert (found["parameters"], found["optimizer state"]) == expected
