@@ -132,10 +132,7 @@ class Engine(Protocol):
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """Return a function that applies `read` to a tensor for each slot.
-
-        A local value may be the DTensor's own local tensor, not a copy.
-        """
+        """Return a function that applies `read` for each slot. Its values may be DTensors' own local tensors."""
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:

@@ -70,9 +70,8 @@ class Executable:
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
-        """Return this program for a copy of its model.
-
-        It serves no call of the copy until a trace of the copy gives this program.
+        """Return this program for a copy of its model, to serve calls only after a trace of the copy gives this
+        program.
         """
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
@@ -314,11 +313,7 @@ class Executable:
             self.update.load()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
-        """Run the forward on global inputs; return the outputs for the user, and the values saved for the backward.
-
-        Args:
-            tensors: the inputs, in the order of `inputs`; the outputs are in the order of `outputs`.
-        """
+        """Run the forward on tensors of `inputs`; return tensors of `outputs`, and local values for the backward."""
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 

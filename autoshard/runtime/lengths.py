@@ -159,10 +159,7 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls.
-
-        Return the warnings to log: one if the search failed, else none.
-        """
+        """Remember the proof for a kind of padded calls. Return the warning to log if the search failed."""
         self._known[kind] = proof
         if not proof.reason:
             return ()

@@ -23,12 +23,7 @@ LayOut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
-    """Within the context, code of `model` and its submodules reads DTensor parameters as whole tensors.
-
-    Args:
-        model: any module.
-        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
-    """
+    """Within the context, code of `model` reads DTensor parameters whole. `lay_out` is `Engine.lay_out_like`."""
     if isinstance(model._parameters, _Lending) or not any(isinstance(item, DTensor) for item in model.parameters()):
         yield
         return

@@ -107,12 +107,7 @@ class ProcessGroups:
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """Make a process group of ranks of the mesh, in the given order. All ranks must call.
-
-        Args:
-            members: ranks on the mesh.
-            axis: the mesh axis whose backend (Gloo, NCCL) the group has.
-        """
+        """Make a group of `members`, in this order, with the backend of `axis`. All ranks of the mesh must call."""
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 

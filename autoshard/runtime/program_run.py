@@ -66,11 +66,7 @@ class StageRun:
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
-        """Run the second half of a split backward, and add its gradients to the sums.
-
-        Args:
-            values: the values that the first half saved; emptied.
-        """
+        """Run the second half of a split backward on the values of the first half, which are emptied."""
         self.add(*self.program.run_second_half(values, self._take_sums()))
 
     def _take_sums(self) -> list[LocalValue] | None:
@@ -116,10 +112,7 @@ class ProgramRun:
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Get the inputs of the first micro-batch, and begin to exchange messages.
-
-        Getting the inputs waits until ranks have agreed on the call.
-        """
+        """Get the inputs of the first micro-batch, once ranks have agreed on the call, and begin messages."""
         self._inputs_left[0] = self.inputs(0)
         self.messages.begin(self.table, self.weights)
 

@@ -235,10 +235,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Pad the inputs of a call to one of a few lengths, and find its program; return both.
-
-        `runs`: the program will run, so ranks compare its inputs.
-        """
+        """Find the program of a call and the call, padded if it may be. `runs`: ranks compare its inputs."""
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)

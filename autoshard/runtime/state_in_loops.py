@@ -32,11 +32,7 @@ class StateInLoops:
     known: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard the optimizer's state as its parameters are sharded, unless this state is known.
-
-        Raises:
-            NotAvailableError: the optimizer is a fused Adagrad over DTensors.
-        """
+        """Shard the optimizer's state, unless it is known; raise `NotAvailableError` for fused Adagrad on DTensors."""
         if self.known.get(optimizer) is optimizer.state:
             return
         _refuse_fused(optimizer)

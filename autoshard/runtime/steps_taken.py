@@ -44,10 +44,7 @@ class StepsTaken:
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether exactly these parameters were counted last, and no other code changed their counts since.
-
-        Always true for SGD, which keeps no counts.
-        """
+        """Whether exactly these parameters were counted last, and no other code changed their counts; true for SGD."""
         if self._is_sgd:
             return True
         state = self._optimizer.state

@@ -24,7 +24,7 @@ from autoshard.runtime.traced_optimizer import TracedState
 
 
 class TracedStep:
-    """Runs forward, backward and update of `sharded` by `optimizer` as one program, whole or in pipeline stages.
+    """Runs forward, backward and update of `sharded` by a traced `optimizer` as one program, in stages or whole.
 
     Args:
         sharded: the model.

@@ -44,12 +44,7 @@ class VaryingNumbers:
     conditions: tuple[Condition, ...] = ()
 
     def guards(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Return the guards after a trace, with conditions in place of the values of watched numbers.
-
-        Args:
-            use: the Python values that the trace read.
-            registered: the parameters and buffers of the model.
-        """
+        """Return the guards after a trace that read `use`, with conditions on watched numbers in place of values."""
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:

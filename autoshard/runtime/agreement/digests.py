@@ -156,10 +156,7 @@ _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torc
 
 @cache
 def table_on(device: torch.device) -> torch.Tensor:
-    """Return `_BLOCK` odd pseudo-random int64 numbers on a device, the same on every rank.
-
-    The numbers take 16 KiB per device for the life of the process.
-    """
+    """Return `_BLOCK` odd pseudo-random int64 numbers, equal on every rank, kept for the process (16 KiB)."""
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)
     drawn = torch.randint(bounds.min, bounds.max, (_BLOCK,), generator=generator, dtype=_WORD, device="cpu")

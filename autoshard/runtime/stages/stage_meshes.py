@@ -49,10 +49,7 @@ class OtherStageTensor(DTensor):
         self.redistribute()
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a tensor of the whole shape on the meta device.
-
-        Writing to it does nothing. Torch writes to it when it copies each rank's part.
-        """
+        """Return a meta tensor of the whole shape. Torch writes each rank's part to it, which does nothing."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def detach(self) -> OtherStageTensor:

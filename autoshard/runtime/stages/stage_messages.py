@@ -33,10 +33,7 @@ from autoshard.runtime.stages.crossing_table import CrossingMessage, CrossingTab
 
 
 class StageMessages(Protocol):
-    """Sends values between the pipeline stages of a step.
-
-    All ranks must call `connect`, `sum_over_stages` and `share` together.
-    """
+    """Sends values between the stages of a step. All ranks call `connect`, `sum_over_stages`, `share` together."""
 
     @property
     def rank(self) -> int | None:
@@ -65,10 +62,7 @@ class StageMessages(Protocol):
         ...
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether `take` can return all values that a stage reads, possibly after waiting for other processes.
-
-        It is false if a stage of this process has not made a value yet.
-        """
+        """Whether `take` can return all values that a stage reads, perhaps after waiting for other processes."""
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
@@ -152,12 +146,7 @@ def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 class MessagesBetweenRanks:
-    """Messages between processes, each of which runs the stages of one pipeline rank.
-
-    Args:
-        device_mesh: the mesh of all ranks, with an axis "pipeline".
-        groups: the process groups of all ranks.
-    """
+    """Messages between processes that run one pipeline rank each, on a mesh with an axis "pipeline"."""
 
     def __init__(self, device_mesh: DeviceMesh, groups: ProcessGroups) -> None:
         self._groups = groups
@@ -260,10 +249,7 @@ class MessagesBetweenRanks:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether this process's own stages have made the values that they send to `stage`.
-
-        Values of other processes are not checked, because `take` waits for them.
-        """
+        """Whether this process's own stages have made their values for `stage`; `take` waits for others' values."""
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [

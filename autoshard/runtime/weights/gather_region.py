@@ -43,10 +43,7 @@ def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
 
 
 def _parts(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], int, Region]]:
-    """Yield each distinct shard once: coordinates and number of the first rank that holds it, and the shard's region.
-
-    The coordinates and the number are those of the rank on the mesh.
-    """
+    """Yield each distinct shard once: its first rank's coordinates and number on the mesh, and its region."""
     sizes = tuple(tensor.device_mesh.shape)
     for rank, place in enumerate(product(*map(range, sizes))):
         pairs = zip(place, tensor.placements, strict=True)

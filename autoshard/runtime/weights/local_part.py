@@ -29,11 +29,7 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """Return this rank's part of a DTensor; of a plain tensor, the whole.
-
-        Raises:
-            NotAvailableError: the DTensor is partial, or has placements that no parameter of a program has.
-        """
+        """Return this rank's part of a DTensor, or a whole plain tensor. Partial: `NotAvailableError`."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)

@@ -219,10 +219,7 @@ class Replay:
                 return value
 
     def _call(self, applied: _Applied, written: torch.Tensor | None, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """Run an operator on a box of its operands, and return the result.
-
-        `written` is the tensor that it writes, or None. `before` is the box of the weight before initialisation.
-        """
+        """Run an operator on a box. `written` is the tensor that it writes, `before` the weight's initial box."""
 
         def value_of(operand: _Formula | torch.Tensor | None) -> torch.Tensor | None:
             if operand is None:
@@ -268,7 +265,11 @@ class Replay:
         return found.clone() if is_written else found
 
     def _run_creating(self, index: int) -> None:
-        """Run operation number `index`, which creates memories, and keep their whole values in `_wholes`."""
+        """Run operation number `index` on whole tensors.
+
+        `own` maps the numbers of memories to flat tensors, which the operation may write. It writes to copies of other
+        memories.
+        """
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
             (view,) = operation.results

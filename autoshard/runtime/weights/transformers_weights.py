@@ -31,7 +31,7 @@ def applies_to(model: nn.Module) -> bool:
 
 
 def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
-    """Convert the tensors of files to the model's form.
+    """Convert the tensors of files, `stored`, to the form of a transformers model, whose tensors have `names`.
 
     Args:
         model: a transformers model.

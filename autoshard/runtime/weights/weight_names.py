@@ -32,10 +32,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that files can hold, by name: parameters and the buffers of the state dict.
-
-    A tied parameter is there under each of its names.
-    """
+    """Return the tensors that files can hold: parameters, under each of their names, and persistent buffers."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
