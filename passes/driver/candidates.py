@@ -42,9 +42,9 @@ class Candidate:
         proposal: the recipe by which the outer search proposed the mesh.
         is_spare: whether the candidate is planned only if no earlier candidate has a plan.
         is_for_memory: whether the candidate is planned only if each earlier plan recomputes or offloads values.
-        exact: the proposed recipe with all its fields. If the time budget cuts the search, and the step is longer than
-            `slowest_s`, the candidate is planned again within this recipe.
-        slowest_s: seconds of a step, see `exact`.
+        exact: the proposed recipe with all its fields. If the time budget cuts the search, and the plan is much slower
+            than `price_s`, the candidate is planned again within this recipe.
+        price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
     """
 
     meshes: Sequence[Mesh]
@@ -54,7 +54,7 @@ class Candidate:
     is_spare: bool = False
     is_for_memory: bool = False
     exact: Recipe | None = None
-    slowest_s: float = float("inf")
+    price_s: float | None = None
 
     @property
     def has_stages(self) -> bool:
@@ -96,13 +96,13 @@ def candidates_of(
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
 """Fields of a recipe that the search over specs decides by its own prices, unless constraints decide them."""
 
-_MOST_SHAPES, _NEAR, _NEAR_IF_SAVING, _SLOW = 3, 1.05, 1.5, 1.5
-"""Limits of planning, in order: the number of planned recipes, and three ratios of step times.
+_MOST_SHAPES, _NEAR, _NEAR_IF_SAVING = 3, 1.05, 1.5
+"""Limits of planning, in order: the number of planned recipes, and two ratios of step times.
 
 A recipe is planned if its step takes at most `_NEAR` times as long as the fastest recipe's. If it has no stages and
 recomputes or offloads, the ratio is `_NEAR_IF_SAVING`, because a plan recomputes single values, and a recipe whole
 blocks. For example, a Llama-3 8B had 60 % of the memory of 64 H100s. The plan of a recipe that was priced 15 % slower
-was 14 % faster. If the time budget cut a search, its plan may take `_SLOW` times as long as its recipe.
+was 14 % faster.
 """
 
 _AXES_IN_TIME = 2
@@ -124,10 +124,11 @@ def candidates_found(
     cluster: Cluster,
     global_batch: int,
     saving: FoundRecipe = NOTHING,
-) -> Iterator[Candidate]:
-    """Return the candidates for the recipes that the outer search found, the fastest recipe first.
+) -> list[Candidate]:
+    """Return the candidates for the recipes that the outer search found.
 
-    Only one recipe with stages is planned, unless it has no plan.
+    Candidates without stages come before candidates with stages, because they are planned in less time. Then the
+    fastest recipe comes first. Only one recipe with stages is planned, unless it has no plan.
 
     Args:
         found: recipes, each with its price.
@@ -142,6 +143,7 @@ def candidates_found(
             shapes.setdefault(shape_of(recipe, fixed), (recipe, each.objective))
     usual = {shape_of(each.recipe.recipe, fixed) for each in found if each.recipe is not None}
     least_s, has_stages, planned = min((step_s for _, step_s in shapes.values()), default=0.0), False, 0
+    made: list[Candidate] = []
     for shape, (recipe, step_s) in shapes.items():
         in_stages, saves = is_several(shape.pipeline), (recipe.recompute, recipe.offload) != ("none", "none")
         is_far = step_s > (_NEAR_IF_SAVING if saves and not in_stages else _NEAR) * least_s
@@ -149,15 +151,10 @@ def candidates_found(
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
         for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
-            yield replace(
-                candidate,
-                recipe=None if is_free else shape,
-                proposal=shape,
-                is_spare=is_spare,
-                is_for_memory=candidate.is_for_memory or shape not in usual,
-                exact=recipe,
-                slowest_s=_SLOW * step_s,
-            )
+            is_for_memory = candidate.is_for_memory or shape not in usual
+            own = {"recipe": None if is_free else shape, "proposal": shape, "exact": recipe, "price_s": step_s}
+            made.append(replace(candidate, **own, is_spare=is_spare, is_for_memory=is_for_memory))
+    return sorted(made, key=lambda each: (each.is_spare, each.has_stages))
 
 
 def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -81,6 +82,7 @@ def plan_candidates(
     for candidate in candidates:
         if found and (
             candidate.is_spare
+            or (candidate.has_stages and not _helps_time(candidate, found))
             or (candidate.is_for_memory and not _helps_memory(candidate, found))
             or found[-1].plan.was_interrupted
         ):
@@ -109,8 +111,21 @@ def plan_candidates(
     return replace(best, plan=replace(best.plan, baselines=baselines, was_cut=was_cut))
 
 
+_GAIN, _SLOW = 0.98, 1.5
+"""Ratios of step times. Stages are planned if their recipe's price is at most `_GAIN` times the fastest step so far. If
+the time budget cut a search, its plan may take `_SLOW` times the price of its recipe.
+
+Measured on Llama-3 70B on 128 and 1,024 H100s (2026-11-30): plans with stages took 1.14 times their recipe's price,
+plans without stages 0.98 to 1.0 times.
+"""
+
 _SLOWER = 1.05
 """Candidates with more micro-batches are planned while the last step takes at most this many times the fastest step."""
+
+
+def _helps_time(candidate: Candidate, found: Sequence[Planned]) -> bool:
+    """Whether the price of a candidate's recipe promises a shorter step than the plans before it."""
+    return candidate.price_s is None or candidate.price_s <= _GAIN * min(each.step_time_s for each in found)
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
@@ -139,7 +154,8 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
         made = _plan_one(planner, candidate, request)
     except DoesNotFitError as error:
         failure = error
-    is_good = made is not None and made.step_time_s <= candidate.slowest_s
+    price_s = math.inf if candidate.price_s is None else candidate.price_s
+    is_good = made is not None and made.step_time_s <= _SLOW * price_s
     if candidate.exact is not None and ceiling.has_cut and not is_good:
         exact = replace(candidate, recipe=candidate.exact)
         try:

@@ -155,6 +155,24 @@ def test_a_spare_candidate_is_planned_where_no_other_has_a_plan() -> None:
 def test_a_plan_far_slower_than_its_recipe_has_another_within_it(cut_at: int, step_s: float, tried: int) -> None:
     """Only where time cut the search; the faster of the two is taken."""
     planner = PlannerOf({1: (step_s, set(), set())}, cut_at=cut_at)
-    found = planned(planner, candidates(1, slowest_s=1.5, exact=Recipe(data=1)))
+    found = planned(planner, candidates(1, price_s=1.0, exact=Recipe(data=1)))
     assert found.plan.was_cut is (cut_at == 1)
     assert len(planner.asked) == tried
+
+
+@pytest.mark.parametrize(("price_s", "is_planned"), [(None, True), (1.9, True), (1.97, False), (3.0, False)])
+def test_stages_are_planned_where_their_price_promises_a_gain(price_s: float | None, is_planned: bool) -> None:
+    """Stages take long to plan, so a price near the step of a plan without stages is not tried."""
+    asked: list[str] = []
+
+    def check_stages() -> None:
+        asked.append("stages")
+        raise NotAvailableError("no stages here.")
+
+    staged = Candidate(meshes=[Mesh({"pipeline": 2})], micro_batches=2, price_s=price_s)
+    planner = cast(Planner, PlannerOf({1: (2.0, set(), set())}))
+    found = plan_candidates(
+        planner, [*candidates(1), staged], lambda parts: with_batch(REQUEST, 8 // parts), check_stages
+    )
+    assert found.step_time_s == 2.0
+    assert bool(asked) is is_planned
