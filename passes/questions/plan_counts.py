@@ -49,8 +49,7 @@ class PlanCounts:
 
     Args:
         fitted: the prepared program that the plan is for, with fitted shapes.
-        plan: the plan.
-        axes: a dict from a mesh axis to its size, a symbol or a number.
+        axes: mesh axis → its size, a symbol or a number.
         step_cost: returns the price of one step of a reshard on the plan's own mesh.
     """
 
@@ -74,7 +73,7 @@ class PlanCounts:
                 yield self.fitted.places.get(node.name), flops_of(node, dims)
 
     def parameters(self) -> Iterator[Counted]:
-        """Yield the numbers of elements of the whole model's parameters."""
+        """Yield the number of elements of each parameter on global shapes."""
         for slot in self.fitted.program.inputs_of(InputKind.PARAMETER):
             yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
@@ -88,15 +87,12 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Yield the bytes that a stage sends to other stages.
-
-        `sends` maps the name of a value to the number of times that the stage sends it.
-        """
+        """Yield the bytes that a stage sends to other stages: each value's size times its number in `sends`."""
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 
     def local(self, read: Read) -> Iterator[Counted]:
-        """Yield the counts of a rank's quantity, from the parts that `read` finds in the lowered programs.
+        """Yield the counts of a quantity of one rank, from the parts that `read` finds in the lowered programs.
 
         Raises:
             FormulaError: a part exists at some sizes only, or one of its dims is no global dim divided by mesh axes.
@@ -155,7 +151,7 @@ class PlanCounts:
         return self._programs
 
     def _first(self, tried: Iterator[tuple[Point, Mesh]]) -> tuple[Point, Mesh] | None:
-        """Return the first pair of input sizes and mesh that the plan can be lowered for; None if there is none."""
+        """Return the first pair of input sizes and mesh that the plan can be lowered for."""
         for point, mesh in tried:
             try:
                 self._lower(point, mesh)
@@ -176,13 +172,8 @@ class PlanCounts:
     def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
         """Return an expression for each dim of a part.
 
-        The expressions are the local shape of one of the site's values, if it agrees with `seen`. Otherwise each dim is
-        matched alone (`_dim`).
-
-        Args:
-            site: the traced node that the part belongs to.
-            seen: a dict from the index of a lowered program to the dims of the part in this program.
-            label: the part's label.
+        The expressions are the local shape of one of the site's values, if it agrees with `seen`: index of a lowered
+        program → dims of the part in this program. Otherwise each dim is matched alone (`_dim`).
         """
         shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
         for _, shape in shapes:
@@ -215,7 +206,7 @@ class PlanCounts:
 
     @cached_property
     def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """A dict from (reader, maker, index of the maker's result) to the steps of the reshard between the two."""
+        """The steps of each reshard, by (reader, maker, index of the maker's result)."""
         found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
         for place, steps in self._steps.items():
             found[place[:3]] += steps
@@ -229,7 +220,7 @@ class PlanCounts:
         return [(ranks, *before[: step.to_dim], after[step.to_dim], *before[step.to_dim + 1 :]), before, after]
 
     def _local(self, shape: Shape, spec: PartitionSpec) -> Shape:
-        """Return the shape on each rank, including padding, of a value with this global shape and spec."""
+        """Return the shape on each rank, including padding."""
         return tuple(self._share(dim, [self.axes[axis] for axis in spec.axes_of(n)]) for n, dim in enumerate(shape))
 
     def _share(self, dim: Size, axes: Sequence[Size]) -> Size:
@@ -243,15 +234,9 @@ class PlanCounts:
         return self._evaluated[size]
 
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
-        """Return an expression for one dim of a part: if possible one of the site's own dims, divided by mesh axes.
+        """Return an expression for one dim of a part, which is `sizes[n]` in lowered program `n`.
 
-        Args:
-            site: the traced node that the part belongs to.
-            sizes: a dict from the index of a lowered program to the dim in this program.
-            label: the part's label, for the message.
-
-        Raises:
-            FormulaError: no expression fits.
+        Preferred is one of the site's own dims, divided by mesh axes. A `FormulaError` says that no expression fits.
         """
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))
