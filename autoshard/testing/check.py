@@ -133,11 +133,7 @@ def _compile(
 
 
 def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name.
-
-    Raises:
-        NotAvailableError: one device cannot run the model in `dtype`.
-    """
+    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name."""
     try:
         return train_precisely(model, dtype, training)
     except RuntimeError as error:
@@ -149,10 +145,7 @@ def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) ->
 
 
 def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training: Training) -> CheckReport:
-    """Run the plan's specs and one device in a wider dtype, and return the report with this comparison (`precisely`).
-
-    Return the report as it was if the plan does not fit the model in this dtype.
-    """
+    """Add a comparison in a wider dtype (`precisely`) to the report, if the plan fits the model in this dtype."""
     precise, training = in_type(model, dtype, training)
     try:
         plan = _plan_in_type(report.plan, precise, training)
@@ -173,12 +166,10 @@ def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
 
 
 def _draws(compiled: ShardedModule | TrainStep) -> bool:
-    """Whether the compiled program draws random numbers."""
     return bool(_compiled_program(compiled).phased.lowered.traced.inputs_of(InputKind.SEED))
 
 
 def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
-    """Return the program that ran in the compiled model or step."""
     program = (compiled.sharded if isinstance(compiled, TrainStep) else compiled).program
     if program is None:
         raise AssertionError("a model that differs has been compiled")

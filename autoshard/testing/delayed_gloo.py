@@ -69,7 +69,7 @@ class Clock(Protocol):
 
 
 class _MachineClock:
-    """The clock of the machine."""
+    """The wall clock."""
 
     def now_s(self) -> float:
         return time.perf_counter()
@@ -120,21 +120,17 @@ class _Links:
         return end_s
 
     def occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
-        """Return the seconds to send `sent_bytes` over idle links of `axes`."""
         return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
 
     def latency_s(self, axes: Sequence[str]) -> float:
-        """Return the seconds from the end of sending to the end of receiving over the links of `axes`."""
+        """Return the seconds from the end of sending to the end of receiving."""
         return max((self._links[axis].latency_s for axis in axes), default=0.0)
 
 
 class _DelayedWork(dist.Work):
     """A handle of torch that completes when Gloo has finished and the links would have finished.
 
-    Args:
-        works: Gloo's handles.
-        links: this rank's links.
-        transfer: returns the transfer, with the time when the links finish it. It is called after Gloo has finished.
+    `works` are Gloo's handles. `transfer` is called after Gloo has finished; it tells when the links finish.
     """
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
@@ -145,7 +141,6 @@ class _DelayedWork(dist.Work):
         self._has_waited = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return when Gloo and the links have finished."""
         clock = self._links.clock
         start_s = clock.now_s()
         for work in self._works:
@@ -182,20 +177,20 @@ class DelayedGloo(dist.ProcessGroup):
         self.links = links
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-reduce, delayed."""
+        """All-reduce; a rank sends twice the shares of the other ranks."""
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), self._gloo.allreduce(tensors, *options))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-reduce several tensors, delayed."""
+        """All-reduce several tensors as one transfer."""
         work = self._gloo.allreduce_coalesced(tensors, *options)
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), work)
 
     def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Broadcast, delayed."""
+        """Broadcast; each rank counts the bytes of the whole tensor as sent."""
         return self._delayed("broadcast", _bytes_of(tensors), self._gloo.broadcast(tensors, *options))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-gather, delayed."""
+        """All-gather into lists of tensors; a rank sends its input to each other rank."""
         sent = (self.size() - 1) * _bytes_of(inputs)
         return self._delayed("allgather", sent, self._gloo.allgather(outputs, inputs, *options))
 
@@ -207,7 +202,7 @@ class DelayedGloo(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """All-gather several tensors, delayed."""
+        """All-gather several tensors, each into one tensor, as one transfer."""
         works = [
             self._gloo._allgather_base(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)
         ]
@@ -216,7 +211,7 @@ class DelayedGloo(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], *options: Any) -> dist.Work:
-        """Reduce-scatter, delayed."""
+        """Reduce-scatter from lists of tensors; a rank sends all of its input but its own share."""
         sent = sum(self._others(_bytes_of(tensors)) for tensors in inputs)
         return self._delayed("reduce_scatter", sent, self._gloo.reduce_scatter(outputs, inputs, *options))
 
@@ -228,7 +223,7 @@ class DelayedGloo(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """Reduce-scatter several tensors, delayed."""
+        """Reduce-scatter several tensors, each from one tensor, as one transfer."""
         works = [
             self._gloo._reduce_scatter_base(output, tensor, *options)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -240,7 +235,7 @@ class DelayedGloo(dist.ProcessGroup):
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], *options: Any
     ) -> dist.Work:
-        """Exchange rows by an all-to-all, delayed."""
+        """Exchange rows of one tensor; a rank sends the rows for other ranks. Empty sizes mean an even split."""
         work = self._gloo.alltoall_base(output, tensor, output_sizes, input_sizes, *options)
         sent = self._others(_bytes_of([tensor]))
         if input_sizes and sum(input_sizes):
@@ -250,19 +245,19 @@ class DelayedGloo(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Exchange tensors by an all-to-all, delayed."""
+        """Exchange one tensor with each rank; a rank sends the tensors for other ranks."""
         sent = _bytes_of(inputs) - _bytes_of([inputs[self.rank()]])
         return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
-        """Send, delayed; a second message carries the times of issue and arrival."""
+        """Send to one rank; a second message carries the times of issue and arrival."""
         sent, latency_s = self._issued("send", _bytes_of(tensors)), self.links.latency_s(self._axes)
         times = torch.tensor([sent.issued_s, sent.done_s + latency_s], dtype=torch.float64)
         works = [self._gloo.send(tensors, to, tag), self._gloo.send([times], to, tag | _TIMES_TAG)]
         return _DelayedWork(works, self.links, lambda: sent)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Receive, delayed by the sender's times."""
+        """Receive from one rank, and complete at the arrival time in the sender's second message."""
         times, size_bytes = torch.empty(2, dtype=torch.float64), _bytes_of(tensors)
         works = [self._gloo.recv(tensors, source, tag), self._gloo.recv([times], source, tag | _TIMES_TAG)]
         duration_s = self.links.occupied_s(self._axes, size_bytes) + self.links.latency_s(self._axes)

@@ -12,7 +12,6 @@ def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
     """Return a tree of values whose floating tensors have each element moved by one rounding, up or down.
 
     Args:
-        values: a tree of tensors and other values.
         number: the seed of the directions.
         eps: the machine epsilon of the compute dtype, if it is larger than that of the tensors' own dtypes.
     """

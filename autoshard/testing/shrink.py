@@ -44,8 +44,7 @@ def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
 
     Args:
         program: the traced program as it was lowered, with the plan's recomputed values.
-        plan: the plan of this program.
-        given: values of its inputs.
+        given: values of the program's inputs.
     """
     values = _record(program, given)
     calls = [node for node in program.graph.nodes if _is_call(node)]
@@ -75,8 +74,8 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
     """Draw a value for an input that is not given.
 
-    Gradients of outputs (tangents) are normal. Other floats, such as optimizer state, lie between 0 and 1. Integers
-    are 1.
+    Gradients of outputs (tangents) are normal. Other floats, such as optimizer state, lie between 0 and 1. Integers are
+    1.
     """
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
@@ -109,10 +108,7 @@ class _Shrinking:
         return self.known[source]
 
     def source(self, calls: Sequence[fx.Node]) -> str:
-        """Return a script that makes `calls` and checks them under the plan's specs.
-
-        The inputs are like the recorded values; `_value_text` writes them.
-        """
+        """Return a script that checks `calls` under the plan's specs, on inputs like the recorded values."""
         part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
         lines = [
@@ -155,10 +151,7 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _imports(calls: Sequence[fx.Node]) -> list[str]:
-    """Return the import lines for the users' operators among `calls` and for their rules.
-
-    An operator without a known module gets a comment in place of an import.
-    """
+    """Return import lines for users' operators and rules; a comment for an operator without a known module."""
     found: dict[str, None] = {}
     for target in dict.fromkeys(call.target for call in calls):
         if not isinstance(target, OpOverload) or target.namespace in _OWN_NAMESPACES:
@@ -180,10 +173,7 @@ def _may_be_imported(name: str) -> bool:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number below `count` for which `holds` is true, by bisection.
-
-    From that number on, `holds` is true for all numbers. It is not called for the last number.
-    """
+    """Return by bisection the first number from which on `holds` is true. It is assumed for the last number."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -195,7 +185,6 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _fails(source: str) -> bool:
-    """Whether a script of `_Shrinking.source` runs and finds a difference."""
     try:
         part = run_code(source)
         return not check_calls(*(part[name] for name in ("model", "mesh", "inputs", "given", "calls"))).is_equal
@@ -205,13 +194,9 @@ def _fails(source: str) -> bool:
 
 @dataclass(slots=True)
 class _Statements:
-    """Some calls of a program as Python statements.
+    """Some calls of a program, in program order, as Python statements.
 
-    Args:
-        calls: the calls, in program order.
-        inputs: the values that the calls read and do not compute.
-        lines: the statements.
-        results: the computed values that no call among `calls` reads.
+    `inputs` are the values that the calls read and do not compute. `results` are computed values that no call reads.
     """
 
     calls: Sequence[fx.Node]
