@@ -26,7 +26,6 @@ class NamedOptimizer:
     """An optimizer whose state is saved and loaded by the names of its parameters.
 
     Args:
-        optimizer: the optimizer.
         parameters: the parameters by name, in the order of the optimizer's state dict.
         model: the model whose plans say how the optimizer's state is sharded; None if there are no plans.
     """
@@ -44,29 +43,24 @@ class NamedOptimizer:
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """Return the planned shape, dtype and sharding of each state tensor.
-
-        The keys are names such as `exp_avg:layers.0.weight`. The dict is empty if the model is not compiled.
+        """Return the planned slot of each state tensor, by names such as `exp_avg:layers.0.weight`; empty without
+        plans.
         """
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save: the optimizer's class, its groups, and the state of each parameter by name.
-
-        Groups list their parameters by name.
-        """
+        """Return the state to save: the optimizer's class, groups, and parameter states, with parameters by name."""
         found, names = self.optimizer.state_dict(), list(self.parameters)
         state = {names[number]: dict(held) for number, held in found["state"].items()}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
         return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
-        """Raise `CheckpointError` unless `saved` is of the same class of optimizer, over the same parameters.
+        """Raise `CheckpointError` unless `saved`, a result of `state`, is of the same class, over the same parameters.
 
         Args:
-            saved: the result of `state` from a checkpoint.
             keyword: the name under which the user passed this optimizer, for the error message.
         """
         kind = type(self.optimizer).__name__
@@ -82,7 +76,7 @@ class NamedOptimizer:
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `state`."""
+        """Load a result of `state` into the optimizer in place."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
         state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
         groups = [self._group(group, saved["groups"], numbers) for group in self.optimizer.param_groups]
@@ -93,10 +87,8 @@ class NamedOptimizer:
     ) -> dict[str, Any]:
         """Return a group for `load_state_dict`, with the options under which its parameters were saved.
 
-        Args:
-            group: a group of this optimizer, whose implementation options (`_HOW`) are kept.
-            saved: the saved groups.
-            numbers: the number of each parameter in the optimizer's state dict, by name.
+        `group` is of this optimizer, and its implementation options (`_HOW`) are kept. `numbers` has the number of each
+        parameter in the optimizer's state dict, by name.
         """
         ids = {id(item) for item in group["params"]}
         names = [name for name, item in self.parameters.items() if id(item) in ids]

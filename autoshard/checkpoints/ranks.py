@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _FailedPart:
-    """The text of an error, which a failed rank sends in place of its result."""
+    """The error text that a failed rank sends in place of its result."""
 
     error: str
 
@@ -56,7 +56,6 @@ class Ranks:
         All of these processes must call `of`.
 
         Args:
-            model: the model to save or load.
             timeout_s: seconds to wait for a rank that shows no sign of life. Default: the timeout of `model`, or 60.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -79,12 +78,12 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the group."""
+        """The rank of this process in the group of saving ranks; 0 without a group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of processes that save and load together."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def do(self, action: str, mine: Callable[[], T]) -> T:
@@ -132,10 +131,7 @@ class Ranks:
         return value, merged
 
     def _settle(self, action: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """Merge the results of all ranks on the first rank, and send the merged result to every rank.
-
-        Return the merged result, or a `_FailedPart` if a rank or the merge failed.
-        """
+        """Return the merged result of all ranks on every rank, or a `_FailedPart` if a rank or the merge failed."""
         self._meet(action)
         everyone = self._to_first(sent)
         with self._showing_life(action):
@@ -144,7 +140,7 @@ class Ranks:
         return self._from_first(merged)
 
     def _meet(self, action: str) -> None:
-        """Wait until all ranks are here. Raise `LostRankError` if a missing rank shows no sign of life."""
+        """Wait until all ranks are here. A missing rank without a sign of life raises a `LostRankError`."""
         if self.channel is not None:
             self.channel.exchange(b"", f"go on with {action[:1].lower()}{action[1:]}")
 
@@ -152,7 +148,7 @@ class Ranks:
         return nullcontext() if self.channel is None else self.channel.showing_life(action)
 
     def _to_first(self, value: Any) -> list[Any] | None:
-        """Send this rank's value to the first rank. Return the values of all ranks there, and None on other ranks."""
+        """Return the values of all ranks on the first rank, and None on other ranks."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -161,7 +157,6 @@ class Ranks:
         return found
 
     def _from_first(self, value: Any) -> Any:
-        """Return the first rank's `value` on every rank."""
         if self.group is None:
             return value
         held = [value]
@@ -185,10 +180,7 @@ def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]
 def _describe(action: str, failed: dict[int, str], size: int) -> str:
     """Return one error text for all ranks that failed; ranks with the same error are listed together.
 
-    Args:
-        action: the name of the action.
-        failed: the error text of each failed rank.
-        size: the number of ranks; with one rank, ranks are not named.
+    With one rank (`size`), ranks are not named.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in failed.items():

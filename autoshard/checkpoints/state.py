@@ -29,13 +29,13 @@ _SHOWN = 8
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can be saved under a keyword."""
+    """A user's object that can be saved under a keyword."""
 
     def state_dict(self) -> Any:
         """Return the state to save."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Load a result of `state_dict`."""
+        """Load a result of `state_dict` in place."""
 
 
 class TrainingState:
@@ -43,7 +43,7 @@ class TrainingState:
 
     Args:
         step: the result of `compile`, or a plain module.
-        stateful: by keyword: objects with `state_dict` and `load_state_dict`.
+        stateful: the user's further objects, by keyword.
 
     Raises:
         CheckpointError: an object lacks `state_dict` or `load_state_dict`, or a keyword is taken.
@@ -86,7 +86,6 @@ class TrainingState:
         """Return the name under which each object's state without tensors is stored, by the object's keyword.
 
         Args:
-            stored: the checkpoint.
             rank: this process's rank, because some states are stored for each rank.
             size: the number of ranks that load.
 
@@ -102,7 +101,6 @@ class TrainingState:
         """Return the tensors to read into, by their names in the checkpoint.
 
         Args:
-            stored: the checkpoint.
             rests: the stored state of each object without tensors, by keyword.
             names: the result of `wanted`.
 
@@ -173,10 +171,7 @@ class TrainingState:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model.
-
-    For a compiled model it holds the parameters themselves, because detaching DTensors is slow.
-    """
+    """Return a model's state dict, for a compiled model without detaching, which is slow for DTensors."""
     return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
 
 
@@ -246,7 +241,7 @@ def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the states of this process's random number generators: "torch", "python", "numpy" and "accelerator"."""
+    """Return the states of this process's random number generators."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "torch": _bytes_of(torch.get_rng_state()),
