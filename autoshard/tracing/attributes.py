@@ -22,7 +22,7 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
-"""Attributes in which a call left tensors: (module's name, module, attribute's name) to the value."""
+"""Attributes in which a call left tensors: (module's name, module, attribute's name) → the value."""
 
 
 @contextlib.contextmanager

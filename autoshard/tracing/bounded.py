@@ -92,7 +92,7 @@ _BY_NUMBER: Mapping[Any, Any] = {
 """Operators with a number argument, and their variants with a tensor in the number's place."""
 
 Padded = dict[int, Any]
-"""For one tensor, a dict from each padded dim to the symbol of the dim's true size."""
+"""The padded dims of one tensor: dim → the symbol of its true size."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -359,7 +359,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """Return one dict for each operand: from each dim whose padding is filled, to the fill value."""
+        """Return for each operand the dims whose padding is filled, with the fill value."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)
@@ -419,8 +419,7 @@ class _Bounding:
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
     """Return the factors of the rule that stand for padded dims.
 
-    Raises:
-        UnboundedSizeError: such a factor stands for several symbols, for another dim too, or may not be padded.
+    A factor that stands for several symbols, for another dim too, or may not be padded raises an `UnboundedSizeError`.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}
@@ -451,10 +450,7 @@ def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
 
 
 def _indexed_dims(target: Any, args: Sequence[Any]) -> frozenset[int]:
-    """Return the dims of the first operand that indices point into.
-
-    No index points to padding, so the padding of these dims is not read.
-    """
+    """Return the dims of the first operand that indices point into. No index points to their padding."""
     if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
         return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
     return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()
@@ -489,7 +485,6 @@ def _symbolic_sizes(node: Any) -> list[Any]:
 
 
 def _expression(size: Any) -> Any:
-    """Return a size of the trace as a sympy expression in symbols."""
     if isinstance(size, int):
         return sympy.Integer(size)
     if not isinstance(size, SymInt):

@@ -45,8 +45,8 @@ class TracedCall:
     """The flattened arguments of a model's call.
 
     Args:
-        tensors: from the index of a leaf to the leaf, for leaves that are tensors.
-        constants: from the index of a leaf to the leaf, for all other leaves.
+        tensors: the leaves that are tensors, by leaf index.
+        constants: all other leaves, by leaf index.
         tree: pytree structure that nests the leaves into `(args, kwargs)`.
         paths: a readable path of each leaf: "args[0]['mask']".
     """
@@ -70,11 +70,10 @@ class Result:
     Args:
         tree: pytree structure of the model's result.
         indices: leaf index of each tensor in the result, then the leaf indices in `kept`.
-        constants: from the index of a leaf to the leaf, for leaves that are no tensors. Objects that a program cannot
-            return become None.
+        constants: the leaves that are no tensors, by leaf index. Objects that a program cannot return become None.
         dropped: types of the objects that become None.
-        kept: from a leaf index to the path of the module attribute in which the call left a tensor. These indices
-            follow the leaves of the model's own result.
+        kept: leaf index → path of the module attribute in which the call left a tensor. These indices follow the leaves
+            of the model's own result.
         lost: attributes in which the call left tensors, and which a program does not set.
         detached: leaf indices of tensors that do not require grad.
         reached: for each tensor, the indices of the flat inputs that autograd surely reaches (`reach.reached_inputs`).
@@ -117,7 +116,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the types of the dataclasses in `value` as pytree nodes."""
+    """Register the types of all dataclasses nested in `value` as pytree nodes, so that their fields become leaves."""
     for leaf in pytree.tree_leaves(value):
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             continue
@@ -191,10 +190,7 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise `TraceError` for a call that a model's `forward` does not accept.
-
-    The last `targets` positional arguments are for the loss function.
-    """
+    """Raise `TraceError` if `forward` does not accept the call without its last `targets` positional arguments."""
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # `forward` may get another call
     try:
@@ -212,7 +208,7 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_layouts(model: nn.Module) -> None:
-    """Raise `TraceError` for a model with a parameter or buffer that is not dense."""
+    """Raise `TraceError` for a model with a sparse or nested parameter or buffer."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and not tensor.is_nested:
             continue
@@ -229,9 +225,8 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A function that calls a model, and then the loss function if there is one.
-
-    It returns the result of `loss_fn`, or else the model's outputs.
+    """Calls a model, and then the loss function if there is one. Returns the loss function's result, or the model's
+    outputs.
 
     Args:
         loss_fn: applied to the model's outputs and the targets; None: no loss function.

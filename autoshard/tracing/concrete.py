@@ -45,7 +45,7 @@ class ConcreteReads:
     tensors: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, value: Value) -> Value:
-        """Record a read of `tensor` that gave `value`, and return the value."""
+        """Record that Python read `value` from `tensor`, and return the value."""
         self.tensors.append(tensor)
         self.values.append(value)
         return value
@@ -177,7 +177,7 @@ def _to_list(self: Tensor) -> Any:
 
 
 def _format(self: Tensor, format_spec: str) -> str:
-    """Format like a plain tensor: a scalar is formatted as its value."""
+    """Format a scalar as its value, like a plain tensor."""
     return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
 

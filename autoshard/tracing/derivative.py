@@ -19,7 +19,7 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GradientCall:
-    """A call of a model that returns gradients.
+    """Calls a model, and returns gradients of its outputs (`derivative`) instead of the outputs.
 
     Args:
         call: the call whose outputs are differentiated.

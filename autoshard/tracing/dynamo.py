@@ -59,10 +59,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _distinct_inputs(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the inputs as distinct tensor objects.
-
-    If two inputs were one object, Dynamo would assume that they are one object in all calls.
-    """
+    """Return distinct objects, because Dynamo takes inputs that are one object now for one object in all calls."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 

@@ -50,10 +50,7 @@ def keep_experts_whole() -> Iterator[None]:
 
 
 def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs a module's experts by the operator if the operator computes the same result.
-
-    Otherwise the function runs `implementation`.
-    """
+    """Return a function that runs experts by the operator, or by `implementation` if results would differ."""
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _gate_of(module) if len(args) == 3 and not kwargs and _is_covered(module, *args) else None

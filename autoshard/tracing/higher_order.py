@@ -56,10 +56,7 @@ def _cond(
 
 
 def _nothing_of(inputs: Sequence[Tensor]) -> Tensor | None:
-    """Return a zero that depends on `inputs`, so that they get zero gradients; None without inputs.
-
-    `inputs` are those of the branch that is not taken. On one device they get zero gradients too.
-    """
+    """Return a zero that depends on the inputs of the branch that is not taken, so that they get zero gradients."""
     found = None
     for x in inputs:
         never = torch.zeros((), dtype=torch.bool, device=x.device)

@@ -69,11 +69,7 @@ def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[
 def refuse_idle_hooks(
     model: nn.Module, hooks: Hooks, program: Program, trace_without: Callable[[Collection[Any]], Program]
 ) -> None:
-    """Raise for hooks that have no effect on the program: a trace without them gives the same program.
-
-    Raises:
-        TraceError: there are such hooks; the message names them.
-    """
+    """Raise `TraceError`, naming the hooks, if a trace without some hooks gives the same program."""
     idle = [code for code, hook in hooks.items() if not hook.acts]
     if not idle:
         return

@@ -49,7 +49,7 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class JointGraph:
-    """Result of an export: AOTAutograd's graph of forward and backward, and the meaning of its inputs and results.
+    """AOTAutograd's graph of forward and backward, and the meaning of its inputs and results.
 
     Args:
         graph_module: the graph. Its plain outputs are the model's outputs in `result`'s order, then the guarded
@@ -195,9 +195,10 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return pairs of a traced tensor and the real tensor whose values Python code may read during the trace.
+        """Return pairs of a traced tensor and the real tensor whose values Python code may read; None for
+        `Known.NOTHING`.
 
-        `Known` in the options chooses the tensors. Real tensors on meta are left out. For `Known.NOTHING`, return None.
+        Real tensors on meta are left out.
         """
         if self._options.known is Known.NOTHING:
             return None
@@ -209,7 +210,7 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a dict from each attribute of a module that holds a tensor of `state` to the tensor's name in `state`.
+    """Return for each attribute that holds a tensor of `state` the tensor's name in `state`.
 
     A tied parameter has several attributes and one name. A module with several names counts under its first name.
     """
@@ -220,10 +221,11 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers.
+    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers of
+    `state`.
 
-    An assignment then looks like an update in place. All arguments map a name to a tensor. `state` has the traced
-    tensors. `given` has the model's tensors before the call, and `after` its tensors after the call.
+    An assignment then looks like an update in place. `given` has the model's tensors before the call, and `after` its
+    tensors after the call.
     """
     for name, tensor in given.items():
         if after[name] is not tensor:
@@ -255,7 +257,7 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph."""
+    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph with bounded sizes."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})
     slots = (
@@ -311,14 +313,13 @@ def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake tensor like `tensor` on a device, within a fake mode."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Make activation checkpoints plain calls, because the planner chooses the recomputation."""
+    """Make activation checkpoints plain calls within the context, because the planner chooses the recomputation."""
 
     def run_plainly(function: Callable[..., Any], *args: Any, **_: Any) -> Iterator[None]:
         yield
@@ -357,10 +358,7 @@ def _refusing_inner_backward() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tensor_meta() -> Iterator[None]:
-    """Leave out `meta["tensor_meta"]` of nodes within the context.
-
-    The entry repeats `meta["val"]`, and nothing in autoshard reads it. It takes 8 % of a trace.
-    """
+    """Leave out `meta["tensor_meta"]`, which repeats `meta["val"]`, is never read, and takes 8 % of a trace."""
     before = proxy_tensor._extract_tensor_metadata
     proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment]
     try:

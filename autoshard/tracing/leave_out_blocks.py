@@ -95,10 +95,7 @@ def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -
 
 
 def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
-    """Return the period whose repetition covers most blocks from `start` on, and the number of its units.
-
-    The shortest of several such periods is returned.
-    """
+    """Return the (shortest) period whose repetition covers most blocks from `start` on, and the number of its units."""
     best = (1, 0)
     for period in range(1, _MOST_PERIOD + 1):
         end = start + period

@@ -49,11 +49,11 @@ class LocalFakes:
         self._values: dict[Hashable, Any] = {}
 
     def result(self, form: Hashable, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the fake result of a call, cached under `form`."""
+        """Return the fake result of a call of `target`, cached under `form`."""
         return self._known(form, lambda: self._evaluate(target, args, kwargs))
 
     def piece(self, form: Hashable, like: torch.Tensor, on_meta: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a fake tensor on the device of `like`, with shape, strides and dtype of the result of `on_meta`.
+        """Return a fake tensor with the result's shape, strides and dtype of `on_meta`, on the device of `like`.
 
         The tensor is cached under `form`. If `like` is a meta tensor, the result is a meta tensor too.
         """

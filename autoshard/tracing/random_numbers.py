@@ -52,7 +52,7 @@ SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_r
 
 @contextlib.contextmanager
 def number_random_operators(seed: Tensor) -> Iterator[None]:
-    """Make random operators within the context use `seed`, with sites numbered from 0."""
+    """Make random operators within the context draw by the counter-based generator from `seed`, with sites from 0."""
     token = SITES.set(RandomSites(seed))
     try:
         with _CounterBased(), drawing_spans(seed.device):
@@ -160,10 +160,8 @@ def draw_numbers(
 
     Args:
         distribution: name of the distribution: "uniform", "normal".
-        parameters: its parameters.
+        parameters: the distribution's parameters, e.g. lower and upper bound.
         size: shape of the array.
-        dtype: dtype of the array.
-        device: device of the array.
     """
     if not dtype.is_complex:
         return _draw(distribution, parameters, size, dtype, device)
@@ -302,7 +300,7 @@ def _rrelu_with_noise(
 
 
 def _of_parameters(operator: Any) -> Callable[..., Tensor]:
-    """Return a function that draws with `operator`, for an operator of torch whose parameters are tensors.
+    """Return a function that draws with `operator`, whose parameters are tensors.
 
     The numbers have the broadcast shape of all parameters, and the dtype of the first.
     """
@@ -336,7 +334,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""From the name of a PyTorch operator, without the underscore of an in-place variant, to a function that draws."""
+"""Name of a PyTorch operator, without the underscore of an in-place variant → the function that draws."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
 """Names of PyTorch's operators that draw by the counter-based generator."""

@@ -40,7 +40,7 @@ def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple
 
 
 def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
-    """Add `root` and the nodes behind it to `found`, a dict from a node to the indices of inputs that it reaches."""
+    """Add `root` and the nodes behind it to `found`: node → indices of the inputs that it reaches."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting[-1]

@@ -238,10 +238,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pad_packed_sequence`.
-
-    The batch size, which is the first of `batch_sizes`, is read from values.
-    """
+    """Return the results of `torch._pad_packed_sequence`. The batch size, `batch_sizes[0]`, is read from values."""
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
@@ -302,4 +299,4 @@ RECURRENT: dict[OpOverload, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Composite operators of torch to the functions that replace them during a trace."""
+"""Composite operator of torch → the function that replaces it during a trace."""

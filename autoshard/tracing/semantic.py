@@ -76,7 +76,7 @@ def _dropout_(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Return `x` [N, C, ...] after a dropout of whole channels. Return `x` itself outside training."""
+    """Return `x` [N, C, ...] after a dropout of whole channels."""
     if not train or p == 0.0:
         return x
     channels = torch.ones((*x.shape[:2], *([1] * (x.dim() - 2))), dtype=x.dtype, device=x.device)
@@ -176,7 +176,6 @@ def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Compute cross-entropy by `_wide_cross_entropy`, and return it in the dtype of the logits."""
     return _wide_cross_entropy(logits, target, *rest, **options).to(logits.dtype)
 
 
@@ -276,10 +275,7 @@ class _RmsNorm(torch.autograd.Function):
 def _fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of RMS norm, computed by `_RmsNorm`.
-
-    Below autograd, return NotImplemented, by which torch keeps the operator whole.
-    """
+    """Return RMS norm's results; below autograd NotImplemented, by which torch keeps the operator whole."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
     return _norm(x, normalized_shape, weight, eps)

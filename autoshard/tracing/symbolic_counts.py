@@ -57,7 +57,7 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
 }
-"""From an operator to a function `f(nonzero, *args)` that performs a call of the operator with `nonzero`."""
+"""Operator → function `f(nonzero, *args)` that performs a call of the operator with `nonzero`."""
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class SymbolicCounts:
 
     Args:
         environment: torch's environment of symbols.
-        masks: from a symbol to the mask whose ones the symbol counts.
-        numbers: from a symbol to its value in the example, if known.
+        masks: symbol → the mask whose ones the symbol counts.
+        numbers: symbol → its value in the example, if known.
     """
 
     environment: ShapeEnv

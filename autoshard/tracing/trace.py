@@ -249,11 +249,8 @@ def _is_other(error: BaseException) -> bool:
 class _WayOfTracing:
     """One way of tracing.
 
-    Args:
-        name: words for messages.
-        capture: makes the joint graph of a call.
-        helps_with: takes the error of the previous way; returns whether this way may work.
-        needs_values: whether this way reads the values of parameters.
+    `helps_with` takes the error of the previous way, and returns whether this way may work. `needs_values` tells
+    whether this way reads the values of parameters.
     """
 
     name: str

@@ -41,7 +41,6 @@ def append_update(program: Program, update: Update, *, of_stage: bool = False) -
 
     Args:
         program: a joint program with gradients, as traced.
-        update: the optimizer's update.
         of_stage: whether the program is a stage of a pipeline. With clipping, a stage returns the sum of squares of its
             own gradients, and takes the sum over all stages (`InputKind.SQUARES`).
     """
