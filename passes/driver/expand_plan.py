@@ -37,10 +37,7 @@ def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[
     """Return the plan of the whole program of a call. A plan without left-out blocks is returned unchanged.
 
     Args:
-        plan: the plan of the call.
         program: the whole program, as traced.
-        request: the call.
-        trace: a function that traces a call.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
@@ -87,13 +84,7 @@ _Restored = TypeVar("_Restored", bound=RestoredNode)
 
 
 class _NodeSpot(NamedTuple):
-    """The position of a node in repeated blocks.
-
-    Args:
-        repeat: the index of its repeat.
-        first: the number of the first block of its unit.
-        place: its index among the nodes of its unit.
-    """
+    """The position of a node: index of its repeat, first block of its unit, index among the unit's nodes."""
 
     repeat: int
     first: int
@@ -102,7 +93,7 @@ class _NodeSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ExpandedRecompute:
-    """Expand the recomputed and offloaded values of a plan to all units.
+    """Expands the recomputed and offloaded values of a plan to all units.
 
     A left-out unit restores the same values as the unit that stands for it. Each value is restored just before some
     node. If that node is in another unit of the run, the distance between the two units stays the same.
@@ -112,10 +103,7 @@ class _ExpandedRecompute:
     whole: Program
 
     def expand(self, items: Sequence[_Restored]) -> tuple[_Restored, ...]:
-        """Return the values of the whole program to recompute or offload, in the program's order.
-
-        `items` are the values of the short program to recompute or offload.
-        """
+        """Return the whole program's restored values in the program's order, from those of the short program."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
@@ -139,7 +127,7 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Return, for the name of each node of the whole program, the name of its match in the short program.
+    """Return the match in the short program of each node of the whole program, by names.
 
     Raises:
         NotAlikeError: some node has no match.
@@ -157,7 +145,7 @@ def match_nodes(short: Program, whole: Program) -> dict[str, str]:
 
 
 def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
-    """Return a dict from each unit to its nodes in order, each with a key that is equal for matched nodes."""
+    """Return the nodes of each unit in order, each with a key that is equal for matched nodes."""
     paths = module_paths(program)
     found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
     for node in program.graph.nodes:
@@ -181,11 +169,7 @@ def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
 
 
 def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
-    """Check that matched nodes read matched nodes, or nodes at the same place of another unit.
-
-    Raises:
-        NotAlikeError: the operands differ.
-    """
+    """Check that matched nodes read matched nodes, or nodes at the same place of another unit."""
     places, nodes = _places(short), short.nodes_by_name()
     for node in whole.graph.nodes:
         if node.op != "call_function":
@@ -197,19 +181,16 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Return a dict from the name of each node to a key of its place.
+    """Return a key of each node's place, by the node's name: (index of the repeat, index of the node in its unit).
 
-    The key is (index of the repeat, index of the node in its unit). For a node outside of units, the key is its name.
+    Outside of units, the key is the node's name.
     """
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
 def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
-    """Return a dict from the name of each node in a repeated unit to the node's position.
-
-    The repeated units are the left-out units, and the two units kept at each end.
-    """
+    """Return the positions of nodes in repeated units: the left-out units, and the two units kept at each end."""
     counts: dict[_Unit, int] = defaultdict(int)
     spots: dict[str, _NodeSpot] = {}
     for name, path in module_paths(program).items():

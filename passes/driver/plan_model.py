@@ -79,11 +79,7 @@ def _with_optimizer(call: Call) -> Call:
 
 
 def _check_together(call: Call) -> None:
-    """Check that the arguments of a call do not contradict each other.
-
-    Raises:
-        NotAvailableError: two arguments exclude each other. The message names them.
-    """
+    """Raise `NotAvailableError` for two arguments that exclude each other."""
     recipe, profile, batch = call.recipe, call.runtime, call.global_batch
     check_runtime(recipe, profile and profile.name, batch)
     if profile is not None and call.backend != "auto":
@@ -99,8 +95,7 @@ def _check_together(call: Call) -> None:
 def _price(call: Call) -> Plan:
     """Return the price of a recipe under another framework's runtime, as a plan.
 
-    Raises:
-        DoesNotFitError: the recipe needs more than `memory_budget`.
+    A recipe that needs more than `memory_budget` raises a `DoesNotFitError`.
     """
     runtime, cluster = call.runtime, checked_cluster(call.target)
     if call.constraints:

@@ -53,7 +53,7 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program. The proof of a program with stages also has its stages and their order.
+    """Return the proof of a program, with stages also of its stages and their order.
 
     `is_added_up` says whether the gradients of several micro-batches are summed.
     """
@@ -102,7 +102,6 @@ def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _prove_stages(planner: Planner, request: Request, plan: Plan) -> VerificationReport:
-    """Lower the stages of a plan, and return the proof of all stages and of their order."""
     assert plan.order is not None, "a plan with stages has an order"
     pipeline = pipeline_of(plan.mesh, plan.schedule, plan.order.virtual_stages, plan.micro_batches)
     assert pipeline is not None, "an axis carries stages"

@@ -39,9 +39,8 @@ class StagePlanner:
 
     Args:
         planner: plans and lowers single stages, and calls without stages.
-        pipeline: the pipeline of the call.
         rank: this process's rank in the pipeline, or None if one process simulates all ranks.
-        homes: for the name of each parameter, its stage. The first compiled program fills the dict.
+        homes: name of a parameter → its stage. The first compiled program fills the dict.
     """
 
     planner: Planner
@@ -79,10 +78,7 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """Return the planner for a call.
-
-        A training step runs in micro-batches, and a call without gradients as a whole batch.
-        """
+        """Return the planner for a call. A call without gradients runs as a whole batch, not in micro-batches."""
         if request.update is not None:
             return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
@@ -113,20 +109,17 @@ class StagePlanner:
         return self.planner.trace(request)
 
     def record_initialisation(self, model: nn.Module, device: torch.device, init_fn: Any) -> Initialisation:
-        """Record how a model initialises its tensors, see `Planner`."""
+        """Record how a model initialises its tensors, see `tracing.record_initialisation`."""
         return self.planner.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program still holds for these inputs and state, see `Planner`."""
+        """Whether a traced program still holds for other inputs and state, see `tracing.check_guards`."""
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Return the compiled program of a call whose gradients autograd computes. The program has no stages.
+        """Return the compiled program, without stages, of a call whose gradients autograd computes.
 
         The process must simulate all ranks, because it has to hold all parameters.
-
-        Raises:
-            NotAvailableError: there is a process for each rank.
         """
         if self.rank is not None:
             raise NotAvailableError(
