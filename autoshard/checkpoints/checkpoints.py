@@ -31,10 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The first rank's decision before a save, which it sends to all ranks.
-
-    `differing` are the keywords whose objects differ between ranks, so that each rank saves its own.
-    """
+    """The first rank's decision before a save. Ranks save different objects under the keywords `differing`."""
 
     folder: Path
     differing: frozenset[str]
@@ -194,7 +191,6 @@ class Checkpoints:
         return self._ranks
 
     def _end(self) -> CheckpointError | None:
-        """Wait for the save in progress; return its error, or None."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -249,10 +245,9 @@ class Checkpoints:
 
 
 def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
-    """Read items of a checkpoint into `state` in place, and return `state`.
+    """Read items of a checkpoint into `state` by name: into tensors in place, and as bytes for None.
 
-    No rank reads before every rank has checked that the bytes it needs are undamaged. `state` has, by name in the
-    checkpoint, a tensor to write over, or None for a state, which is replaced by its bytes.
+    No rank reads before every rank has checked that the bytes it needs are undamaged.
     """
     reads = ranks.do(action, lambda: stored.plan_reads(state))
     ranks.do(action, reads.run)

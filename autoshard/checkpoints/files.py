@@ -401,7 +401,6 @@ _Held = Mapping[str, Sequence[tuple[Extent, str]]]
 
 
 def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
-    """Return where each tensor piece and state lies, also in a checkpoint of an earlier release."""
     return {
         index: place if isinstance(place, Extent) else Extent(place.relative_path, place.offset, place.length)
         for index, place in metadata.storage_data.items()

@@ -85,11 +85,7 @@ class NamedOptimizer:
     def _group(
         self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return a group for `load_state_dict`, with the options under which its parameters were saved.
-
-        `group` is of this optimizer, and its implementation options (`_HOW`) are kept. `numbers` has the number of each
-        parameter in the optimizer's state dict, by name.
-        """
+        """Return a group for `load_state_dict` with its saved options, except the implementation options (`_HOW`)."""
         ids = {id(item) for item in group["params"]}
         names = [name for name, item in self.parameters.items() if id(item) in ids]
         there = [found for found in saved if not set(names).isdisjoint(found["params"])]
@@ -134,10 +130,7 @@ class NamedOptimizer:
 
 
 def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool) -> torch.Tensor:
-    """Return an uninitialised tensor, sharded as the parameter `like` if the shapes are equal.
-
-    With another shape the tensor is whole, on the parameter's device; it is a replicated DTensor if `is_sharded`.
-    """
+    """Return an uninitialised tensor, sharded as the parameter `like` if the shapes are equal, and otherwise whole."""
     if like.shape == shape:
         return torch.empty_like(like, dtype=dtype)
     if not (is_sharded and isinstance(like, DTensor)):

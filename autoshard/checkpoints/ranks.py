@@ -178,10 +178,7 @@ def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]
 
 
 def _describe(action: str, failed: dict[int, str], size: int) -> str:
-    """Return one error text for all ranks that failed; ranks with the same error are listed together.
-
-    With one rank (`size`), ranks are not named.
-    """
+    """Return one error text for all ranks that failed; ranks with the same error are listed together."""
     by_text: dict[str, list[int]] = {}
     for rank, text in failed.items():
         by_text.setdefault(text, []).append(rank)

@@ -241,7 +241,6 @@ def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the states of this process's random number generators."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "torch": _bytes_of(torch.get_rng_state()),

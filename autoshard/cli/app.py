@@ -255,7 +255,6 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """Return the memory limit of `--memory-gib` in bytes."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:

@@ -105,7 +105,6 @@ def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piece, ...]:
-    """Return the parts as pieces side by side, each as wide as its share of the sum."""
     shown = {name: value for name, value in parts.items() if value > 0}
     total = sum(shown.values()) or 1.0
     starts = accumulate(shown.values(), initial=0.0)
@@ -162,10 +161,7 @@ def _kind(span: TraceSpan) -> str:
 
 
 def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Iterable[Piece]:
-    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece, up to a visible width.
-
-    `end` is the end of the timeline in nanoseconds. `colours` is by the kind of a span (`_kind`).
-    """
+    """Yield the pieces of a stream in order. Neighbouring narrow spans become one piece. `end` is in nanoseconds."""
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):
         is_narrow = WIDTH * span.duration_ns / end < _NARROWEST

@@ -218,7 +218,6 @@ def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> st
 
 
 def _interval(plan: Plan) -> str:
-    """Return the interval of the step time with its coverage: ` (90%: 1.1 ms to 1.3 ms)`."""
     interval, coverage = plan.predicted.step_time_interval_s, plan.predicted.interval_coverage
     if interval is None or coverage is None:
         return ""

@@ -158,7 +158,6 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
 
 
 def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
-    """Return a copy of `plan` for `model` and inputs whose dtypes differ from the planned dtypes."""
     program = trace_training(model, training.args, training.kwargs, training.whole_step)
     nodes = program.nodes_by_name()
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
@@ -177,10 +176,7 @@ def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
 
 
 def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: Training) -> str:
-    """Return a short script that fails as the compiled program does, or "" if none was found.
-
-    With micro-batches, the script uses the values of the first micro-batch.
-    """
+    """Return a short script that fails as the compiled program does, or "". It runs the first micro-batch."""
     program = _compiled_program(compiled)
     if program.plan is None:
         raise AssertionError("a model that differs was compiled by a plan")

@@ -117,7 +117,6 @@ def plan_of_decisions(
 
 
 def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
-    """Return for each option of `variable` whether its cost is finite, given the decided variables in `choice`."""
     cost = assignment.costs[variable]
     for edge in assignment.edges:
         if edge.head == variable and edge.tail in choice:

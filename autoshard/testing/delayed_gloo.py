@@ -69,8 +69,6 @@ class Clock(Protocol):
 
 
 class _MachineClock:
-    """The wall clock."""
-
     def now_s(self) -> float:
         return time.perf_counter()
 
@@ -128,10 +126,7 @@ class _Links:
 
 
 class _DelayedWork(dist.Work):
-    """A handle of torch that completes when Gloo has finished and the links would have finished.
-
-    `works` are Gloo's handles. `transfer` is called after Gloo has finished; it tells when the links finish.
-    """
+    """A handle of torch that completes when Gloo has finished and the links would have finished."""
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
@@ -156,7 +151,6 @@ class _DelayedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
         has_come = all(work.is_completed() for work in self._works)
         return has_come and self._links.clock.now_s() >= self._transfer().done_s
 
@@ -383,7 +377,6 @@ _TIMES_TAG = 2**30
 
 
 def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the axes of `mesh` along which the coordinates of `ranks` differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
     return tuple(axis for axis in mesh.axis_names if len({place[axis] for place in places}) > 1)
 

@@ -118,7 +118,6 @@ Adam's epsilon is large. With a small epsilon, Adam divides noise by its own siz
 
 
 def _draw_step(draw: Draw, parts: int) -> list[str]:
-    """Draw an optimizer and clipping; return the lines of code that define `whole_step`."""
     optimizer, limit = draw(st.sampled_from(_OPTIMIZERS)), draw(st.sampled_from((None, 0.5)))
     return [
         "",

@@ -59,7 +59,6 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
-    """Run the program on one device, and return the value of each node."""
     drawing = torch.Generator().manual_seed(0)
     values = [
         given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
@@ -72,11 +71,7 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 
 
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
-    """Draw a value for an input that is not given.
-
-    Gradients of outputs (tangents) are normal. Other floats, such as optimizer state, lie between 0 and 1. Integers are
-    1.
-    """
+    """Draw an input that is not given: normal tangents, other floats between 0 and 1, integers of 1."""
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
     draw = torch.randn if kind is InputKind.TANGENT else torch.rand
@@ -90,7 +85,6 @@ class _Shrinking:
     known: dict[str, bool] = field(default_factory=dict)
 
     def smallest(self, calls: Sequence[fx.Node]) -> Sequence[fx.Node]:
-        """Return a small part of the differing `calls` that differs too, when it runs by itself."""
         end = _first(len(calls), lambda count: self.differs(calls[: count + 1])) + 1
         start = _first(end, lambda count: self.differs(calls[end - count - 1 : end])) + 1
         found = list(calls[end - start : end])
@@ -142,7 +136,6 @@ class _Shrinking:
         return "\n".join(lines)
 
     def _spec(self, node: fx.Node) -> PartitionSpec:
-        """Return the spec with which the plan computes the value of `node`."""
         source, result = resolve(node)
         return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
 
@@ -194,10 +187,7 @@ def _fails(source: str) -> bool:
 
 @dataclass(slots=True)
 class _Statements:
-    """Some calls of a program, in program order, as Python statements.
-
-    `inputs` are the values that the calls read and do not compute. `results` are computed values that no call reads.
-    """
+    """Calls as Python statements, with the values that they read and the results that no call reads."""
 
     calls: Sequence[fx.Node]
     inputs: list[fx.Node] = field(default_factory=list)

@@ -224,7 +224,6 @@ def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], re
 
 
 def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the roots and all nodes that they depend on."""
     live: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -251,10 +250,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return the program that computes the guarded values, `roots`. Its placeholders keep their names.
-
-    Views become reshapes, because kernels may choose other strides than the trace has.
-    """
+    """Return the program that computes the guarded values. Views become reshapes, for kernels with other strides."""
     live = _live_nodes(roots)
     graph, copies = fx.Graph(), {}
     for node in copier.graph.nodes:

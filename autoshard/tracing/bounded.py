@@ -173,7 +173,6 @@ class _Bounding:
         return copy
 
     def _result(self, node: Any) -> fx.Node:
-        """Copy a node that selects one of several results of a call."""
         call, index = self.copies[node.args[0]], node.args[1]
         copy, padded = self._call(operator.getitem, (call, index)), self.padded.get(call)
         self.padded[copy] = ({},) if padded is None else (padded[index],)
@@ -256,7 +255,6 @@ class _Bounding:
         return self._checked_call(node, target, args, kwargs)
 
     def _arguments(self, node: Any) -> Any:
-        """Return the copied arguments of a call, with bounds for sizes."""
         arguments = fx.map_arg((node.args, node.kwargs), lambda operand: self._argument(node, operand))
         return pytree.tree_map_only(SymInt, lambda size: self._bounded(_expression(size)), arguments)
 
@@ -315,7 +313,6 @@ class _Bounding:
         return self._call(aten.where.self, (spread, written, x))
 
     def _mean(self, node: Any) -> fx.Node:
-        """Copy a mean as a sum of rows that is divided by the true number of rows."""
         x = self.copies[node.args[0]]
         of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
         dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
@@ -392,7 +389,6 @@ class _Bounding:
         return fx.map_arg(arguments, fill)
 
     def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
-        """Return the operand after `value` is written into the padding of the one dim in `dims`."""
         key = (operand, value, tuple(dims))
         if key not in self.filled:
             ((dim, symbol),) = dims.items()

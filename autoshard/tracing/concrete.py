@@ -177,7 +177,6 @@ def _to_list(self: Tensor) -> Any:
 
 
 def _format(self: Tensor, format_spec: str) -> str:
-    """Format a scalar as its value, like a plain tensor."""
     return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
 

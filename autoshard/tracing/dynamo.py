@@ -22,8 +22,6 @@ from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
 
 class _CallModule(nn.Module):
-    """A module whose forward makes the call that Dynamo reads."""
-
     def __init__(self, model: nn.Module, options: TraceOptions) -> None:
         super().__init__()
         self.model = model

@@ -73,10 +73,7 @@ def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bo
 
 
 def _gate_of(module: Any) -> Gate | None:
-    """Return the gate of a module's experts, recognised by its values on samples; None if no known gate matches.
-
-    A gate is a function of one element or of a pair of elements, so many pairs of all magnitudes tell gates apart.
-    """
+    """Return the gate of a module's experts, recognised by its values on samples; None if no known gate matches."""
     halves, interleaved = (2, not module.is_concatenated) if module.has_gate else (1, False)
     constants = [getattr(module, name, None) for name in ("alpha", "limit")]
     numbers = [float(number) for number in constants if isinstance(number, (int, float))]

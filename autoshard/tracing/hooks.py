@@ -139,7 +139,6 @@ def _watch(hook: Any, title: str, watched: Hooks, without: Collection[Any]) -> C
 
 
 def _is_as_given(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a hook returned nothing, or its own argument: inputs, an output, gradients."""
     if result is None:
         return True
     given = [*args, *(item[0] for item in args if isinstance(item, tuple) and len(item) == 1)]

@@ -83,8 +83,6 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the effect of operators on memory while the mode is active."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
@@ -160,7 +158,6 @@ def _run_initialisers(model: nn.Module, init_fn: InitFunction | None) -> None:
 
 
 def _inside_out(model: nn.Module) -> list[nn.Module]:
-    """Return each module once, submodules first."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:

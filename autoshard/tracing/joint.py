@@ -195,11 +195,7 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return pairs of a traced tensor and the real tensor whose values Python code may read; None for
-        `Known.NOTHING`.
-
-        Real tensors on meta are left out.
-        """
+        """Return (traced, real) pairs of tensors whose values Python code may read. Tensors on meta are left out."""
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
@@ -210,10 +206,7 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return for each attribute that holds a tensor of `state` the tensor's name in `state`.
-
-    A tied parameter has several attributes and one name. A module with several names counts under its first name.
-    """
+    """Return for each attribute with a tensor of `state` the tensor's name. A tied parameter has several attributes."""
     names = {id(tensor): name for name, tensor in state.items()}
     held = ((path, {**module._parameters, **module._buffers}) for path, module in model.named_modules())
     places = ((f"{path}.{leaf}".removeprefix("."), item) for path, own in held for leaf, item in own.items())
@@ -222,10 +215,7 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers of
-    `state`.
-
-    An assignment then looks like an update in place. `given` has the model's tensors before the call, and `after` its
-    tensors after the call.
+    `state`. An assignment then looks like an update in place.
     """
     for name, tensor in given.items():
         if after[name] is not tensor:
@@ -302,8 +292,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
 def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
     """Return a fake tensor for each of `tensors`, then one for a seed.
 
-    Tensors on meta go to `device`. If `device` is None, they go to the device of the first tensor that is not on meta,
-    or to the CPU.
+    Tensors on meta go to `device`; by default to the device of the first tensor that is not on meta, or to the CPU.
     """
     if device is None:
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))

@@ -22,10 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """The part of a tensor that `x[.., mask, ..]` selects.
-
-    `view` is indexed by all entries except the mask, and whole in the dims that the mask covers, from dim `start` on.
-    """
+    """The part of a tensor that `x[.., mask, ..]` selects. The mask covers the dims of `view` from `start` on."""
 
     view: Tensor
     mask: Tensor

@@ -67,10 +67,7 @@ def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, Inp
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
-    """Return an operand's name for messages: the input behind it, or the operator that computes it.
-
-    Views and other calls with one operand of the same type are skipped on the way to the input.
-    """
+    """Return an operand's name for messages: the input behind its views, or the operator that computes it."""
     found = node
     while (
         found.name not in slots and len(found.all_input_nodes) == 1 and _dtype(found.all_input_nodes[0]) == _dtype(node)

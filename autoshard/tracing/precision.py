@@ -138,7 +138,6 @@ def _is_floating(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace the composite definition of `op` by `replacement(definition, *args)`."""
     saved = dict(op.py_kernels)
     before = saved.get(_COMPOSITE)
 
@@ -158,7 +157,6 @@ def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None
 
 
 def _definition_of(op: OpOverload) -> Callable[..., Any]:
-    """Return PyTorch's own definition of a composite operator."""
     return lambda *args, **kwargs: op._op_dk(_COMPOSITE, *args, **kwargs)
 
 

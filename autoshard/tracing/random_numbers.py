@@ -95,8 +95,6 @@ def is_random(node: fx.Node) -> bool:
 
 
 class _CounterBased(TorchDispatchMode):
-    """Replaces PyTorch's random operators by those of the counter-based generator while the mode is active."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -112,10 +110,7 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that affect its values, by name, in the schema's order.
-
-    Defaults are included, except for types, which the schema has as numbers.
-    """
+    """Return the arguments of a call that affect its values, by name. Defaults are included, except for types."""
     found: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _IMMATERIAL:
@@ -223,10 +218,7 @@ def _like(
 
 
 def _filled(distribution: str) -> Callable[..., Tensor]:
-    """Return a function that draws for an operator that fills `self`, such as `uniform_`.
-
-    The operator's other arguments are the distribution's parameters.
-    """
+    """Return a function that draws for an operator such as `uniform_`, with the distribution's parameters."""
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
         return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
@@ -235,10 +227,7 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """Draw integers from `from` to `to` - 1.
-
-    `from` is a Python keyword, so it is in `bounds`. Without `to`, the largest possible integer is that of `_largest`.
-    """
+    """Draw integers from `from`, a Python keyword and therefore in `bounds`, to `to` - 1; by default to `_largest`."""
     low = bounds.get("from") or 0
     if to is None:
         to = 2 if self.dtype == torch.bool else _largest(self.dtype) + 1
@@ -300,10 +289,7 @@ def _rrelu_with_noise(
 
 
 def _of_parameters(operator: Any) -> Callable[..., Tensor]:
-    """Return a function that draws with `operator`, whose parameters are tensors.
-
-    The numbers have the broadcast shape of all parameters, and the dtype of the first.
-    """
+    """Return a function that draws with `operator`. Its parameters are tensors, which are broadcast."""
 
     def draw(**parameters: Tensor) -> Tensor:
         sites = SITES.get()

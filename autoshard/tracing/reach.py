@@ -55,7 +55,7 @@ def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> Non
 
 
 def _may_decline(node: _Node) -> bool:
-    """Whether a node is a Python function with one result. The backward of such a function may return None.
+    """Whether a node is a Python function with one result, whose backward may return None.
 
     A function of several results gets zeros for results without a gradient, and passes zeros on.
     """

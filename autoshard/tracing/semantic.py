@@ -187,10 +187,7 @@ def _wide_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower.
-
-    The semantic operator computes the loss of each row. The reduction follows outside.
-    """
+    """Compute the cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower."""
     class_dim = 0 if logits.dim() == 1 else 1
     if target.is_floating_point():
         logits = widen(logits)
@@ -228,7 +225,6 @@ def _soft_cross_entropy(
     label_smoothing: float,
     class_dim: int,
 ) -> Tensor:
-    """Compute cross-entropy with class probabilities as targets; the mean is over rows."""
     if label_smoothing > 0.0:
         target = target * (1.0 - label_smoothing) + label_smoothing / logits.size(class_dim)
     terms = F.log_softmax(logits, dim=class_dim) * target
@@ -247,10 +243,7 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm with one operator for the forward and one for the backward.
-
-    torch has both operators, but no derivative that connects them on all devices.
-    """
+    """RMS norm, for which torch has a forward and a backward operator, but no derivative on all devices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:

@@ -94,7 +94,6 @@ def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) ->
 
 
 def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
-    """Return all plain attributes of a block's modules, by (module, attribute)."""
     return {
         (name, attribute): value
         for name, module in block.named_modules()

@@ -135,7 +135,6 @@ class Copier:
         return copy
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
-        """Return the copied node with the same value if `node` is redundant."""
         args: Any = node.args
         if node.target in _IDENTITIES or (node.target is _ATEN.clone.default and self._only_returned(node)):
             return self.node(args[0])
@@ -184,7 +183,6 @@ class Copier:
 
 
 def _options_of(like: Tensor) -> dict[str, Any]:
-    """Return the options with which an operator makes a tensor of the dtype and on the device of another."""
     return {"dtype": like.dtype, "device": like.device, "pin_memory": False}
 
 
@@ -193,10 +191,7 @@ def _is_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """Return the dims of the operand of a call of `as_strided`, in the order of its memory: largest stride first.
-
-    The result is None for other calls, for operands of one dim, and for operands whose memory has gaps or overlaps.
-    """
+    """Return the dims of `as_strided`'s operand, largest stride first; None if no rewrite is needed or possible."""
     if node.target not in (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default):
         return None
     operand: Any = node.args[0]

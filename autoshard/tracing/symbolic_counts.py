@@ -130,7 +130,6 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 def _compute(expression: Any, counts: Mapping[Any, Tensor]) -> Any:
-    """Return the value of an expression of symbols, computed from the tensors of the symbols."""
     if expression.is_Integer:
         return int(expression)
     if expression in counts:

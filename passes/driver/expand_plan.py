@@ -157,7 +157,7 @@ def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[
 
 
 def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
-    """Return the unit that contains a module, and the path of the same module in the unit that stands for this unit.
+    """Return the unit of a module, and the module's path in the unit that stands for this unit.
 
     A module outside of units has the unit (-1, 0), and keeps its path.
     """
@@ -169,7 +169,6 @@ def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
 
 
 def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
-    """Check that matched nodes read matched nodes, or nodes at the same place of another unit."""
     places, nodes = _places(short), short.nodes_by_name()
     for node in whole.graph.nodes:
         if node.op != "call_function":
@@ -181,10 +180,7 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 
 def _places(program: Program) -> dict[str, object]:
-    """Return a key of each node's place, by the node's name: (index of the repeat, index of the node in its unit).
-
-    Outside of units, the key is the node's name.
-    """
+    """Return (index of the repeat, index in the unit) of each node. Nodes outside of units have their name instead."""
     spots = _spots(program, program.repeats)
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 

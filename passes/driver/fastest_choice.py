@@ -169,7 +169,7 @@ def _rough_steps(
 ) -> dict[_Choice, float]:
     """Return the rough step of each choice of `others` in seconds.
 
-    They are scaled such that the rough step of the search's own choice would equal its predicted step.
+    The scale makes the rough step of the search's own choice equal to its predicted step.
     """
     if not others:
         return {}
@@ -179,7 +179,7 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """Return the plan with the shortest step; on CPUs, among equally fast plans, the plan with the fewest launches.
+    """Return the fastest plan; on CPUs, the plan with the fewest launches among equally fast plans.
 
     The result is never slower than a known recipe (`known_s`).
     """

@@ -123,11 +123,7 @@ class PlanAgain:
         return made.plan
 
     def _recipes(self, feature: str) -> RecipeSearch:
-        """Return the outer search over recipes on the same devices.
-
-        A call without optimizer, with constraints, or without a common batch size raises a `NotAvailableError`, which
-        names `feature` and a call that works.
-        """
+        """Return the outer search over recipes on the same devices. Errors name the asked `feature`."""
         if self.searched is not None:
             return self.searched
         if not self._search:

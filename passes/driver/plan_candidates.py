@@ -149,7 +149,6 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """Return the fastest plan of a candidate, over its meshes."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
@@ -175,6 +174,5 @@ def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
 
 
 def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
-    """Return the error of the candidate that needs the least memory, or else the first error."""
     too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
     return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]

@@ -85,7 +85,6 @@ def lowered_plan(
 
 
 def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
-    """Return options under which Triton kernels are priced, but their code is not generated."""
     return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
 
 
@@ -145,7 +144,6 @@ def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
 def _walked(
     prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
 ) -> tuple[WalkedStep, PhasedProgram, Kernels]:
-    """Return the predicted step of a plan's lowered program, the lowered program, and its priced kernels."""
     made: dict[str, PhasedProgram] = {}
     if lowering.prices_kernels:
         lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))

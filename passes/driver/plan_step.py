@@ -140,7 +140,6 @@ def _plan_proposed(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """Return the fastest plan on the meshes of the fastest recipes, see `plan_step`."""
     start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
     planner = planner.begun()[0]
     failure: AutoshardError | None = None

@@ -242,7 +242,7 @@ class Planner:
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
         """Return `made(program)` for the program without inner blocks; None if the model needs all its blocks.
 
-        Each of `margins`, the numbers of units kept at each end, is tried in order, and removed if units are not alike.
+        The `margins` are tried in order. A margin is removed if its units are not alike.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)
@@ -289,11 +289,7 @@ class Planner:
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Yield the control of a search, which shows its progress. Ctrl-C ends the search.
-
-        Without a choice that fits, Ctrl-C raises a `KeyboardInterrupt`, and the end of the time budget a
-        `DoesNotFitError`.
-        """
+        """Yield the control of a search, which shows its progress. Ctrl-C ends the search with the best plan so far."""
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
             if show is not None:

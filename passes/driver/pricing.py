@@ -133,10 +133,7 @@ def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """Return a copy of a float32 model on the meta device in a 16-bit type, and its inputs in this type.
-
-    The copy stands for the products. The model's own parameters stay as master weights.
-    """
+    """Return a model on meta and its inputs in a 16-bit type. The own parameters stay as master weights."""
     on_meta: dict[int, Any] = {
         id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
         for item in model.parameters()
@@ -171,7 +168,6 @@ def _fold(
 
 
 def _resized(leaf: Any, batch: int) -> Any:
-    """Return an input on the meta device with `batch` sequences. An input that is no tensor is returned unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.ndim == 0:

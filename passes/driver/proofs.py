@@ -53,10 +53,7 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program, with stages also of its stages and their order.
-
-    `is_added_up` says whether the gradients of several micro-batches are summed.
-    """
+    """Return the proof of a program, with its stages. `is_added_up`: several micro-batches add gradients."""
     reports = []
     for part in program.parts:
         verify_phases(part)
@@ -93,7 +90,6 @@ def prove_model(call: Call) -> VerificationReport:
 
 
 def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the inputs of one micro-batch of a plan. Inputs that already have its size are returned unchanged."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs

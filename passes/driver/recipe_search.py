@@ -133,7 +133,6 @@ def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runti
 
 
 def _given(recipe: Recipe) -> Only:
-    """Return the searched fields that a recipe fixes, each with its one allowed value."""
     values = {name: getattr(recipe, name) for name in SEARCHED}
     return {name: (value,) for name, value in values.items() if value is not None}
 

@@ -88,10 +88,7 @@ class StagePlanner:
     def _plan_for(
         self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
     ) -> Plan:
-        """Return the plan of a call: the given plan of training steps, or a new plan.
-
-        A new plan's lowered stages are put into `lowered`, by number of stage.
-        """
+        """Return the given plan of training steps, or a new plan. Its lowered stages are put into `lowered`."""
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
             check_fits(fixed, program, self.pipeline)
@@ -117,10 +114,7 @@ class StagePlanner:
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """Return the compiled program, without stages, of a call whose gradients autograd computes.
-
-        The process must simulate all ranks, because it has to hold all parameters.
-        """
+        """Compile a call whose gradients autograd computes, without stages. The process must simulate all ranks."""
         if self.rank is not None:
             raise NotAvailableError(
                 "A call of step.sharded wants gradients. With a process per rank, each rank holds only the parameters "
@@ -137,10 +131,7 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """Return the inputs and results of all stages, and the updates of the stages `own`, as one program.
-
-    The program describes what a process takes and returns. It never runs.
-    """
+    """Return one program that describes what a process with the stages `own` takes and returns. It never runs."""
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:
         for slot in stage.phased.lowered.inputs:

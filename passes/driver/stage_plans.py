@@ -149,10 +149,7 @@ class StagePlans:
         return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
-        """Return the most micro-batches in flight on each rank, each counted once for each of the rank's stages.
-
-        The number is 1 for a call without gradients.
-        """
+        """Return the most micro-batches in flight on each rank, counted once for each of the rank's stages."""
         pipeline = self.pipeline
         if not order.trains:
             return (1,) * pipeline.ranks
@@ -167,11 +164,7 @@ class StagePlans:
         cuts: tuple[str, ...] = (),
         homes: Mapping[str, int] | None = None,
     ) -> CutProgram:
-        """Return the programs of the stages, each with its update.
-
-        `cuts` has the names of the first calls of all stages but the first stage; empty if the cuts are not fixed.
-        `homes` maps the name of a parameter to the stage that it must have.
-        """
+        """Return the programs of the stages with their updates, cut before the calls named `cuts` if there are any."""
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
         blocks = None if self.planner.recipe is None else self.planner.recipe.stage_layers
@@ -197,8 +190,7 @@ class StagePlans:
     ) -> tuple[list[StageProgram], PipelinePrediction]:
         """Return the planned stages of a pipeline that fits in the memory of each rank, and the pipeline's prediction.
 
-        Stages on ranks that exceed their memory are searched again within lower limits, at most `_TRIES` times. Alike
-        stages get the least of their limits.
+        Stages on ranks that exceed their memory are searched again within lower limits, at most `_TRIES` times.
         """
         cut, order = search.cut, search.order
         cluster, update = self.planner.cluster_for(self.pipeline.mesh), search.request.update
@@ -258,7 +250,6 @@ class StagePlans:
         stages: Sequence[StageProgram],
         predicted: PipelinePrediction,
     ) -> Plan:
-        """Return one plan of the whole step from the plans of its stages."""
         plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
         crossing = {item.name for item in cut.crossings}
         nodes = program.nodes_by_name()

@@ -137,7 +137,7 @@ class StageSearch:
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """Return the plan and program of a stage within a limit in bytes.
+        """Return a stage within a limit in bytes.
 
         If no plan fits, the limit is raised to the bytes of the smallest known plan, and these bytes go to `least`.
         """

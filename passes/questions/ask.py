@@ -117,9 +117,7 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """Return the ways that the plan uses, in words, and the best plan with each other way (None if
-        inapplicable).
-        """
+        """Return the ways that the plan uses, in words, and the best plan with each other way."""
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
         used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
@@ -131,11 +129,7 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the best plan under each restriction of recipes, and the last `NotAvailableError`'s message or "".
-
-        A restriction that does not apply to the model gives None. A restriction that raises `NotAvailableError` is left
-        out.
-        """
+        """Return the best plan under each restriction of recipes, and the last `NotAvailableError`'s message or ""."""
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:
             try:
@@ -154,7 +148,6 @@ class Questions:
         return Variant(words, **_figures(found))
 
     def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
-        """Return the fastest plan's cost if the site has the spec; `fits` is False if the search excludes the spec."""
         try:
             return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
         except RecipeError:

@@ -98,7 +98,6 @@ def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlac
 
 
 def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockPlace | None:
-    """Return the block that contains the module or parameter with this path."""
     for item in lists:
         head, _, rest = path.partition(f"{item.path}.")
         position = rest.partition(".")[0]

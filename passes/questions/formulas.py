@@ -226,7 +226,6 @@ class CountsOfPlan:
         return found
 
     def _program(self, plan: Plan, number: int, sizes: Sequence[InputSize], point: Point) -> Program:
-        """Return the prepared program of stage `number`, at the input sizes of `point`."""
         args, kwargs = resize(self.request.args, self.request.kwargs, sizes, point)
         request = replace(self.request, args=args, kwargs=kwargs)
         try:
@@ -240,7 +239,6 @@ class CountsOfPlan:
             raise cannot_resize(sizes, point, error) from error
 
     def _cut(self, plan: Plan, request: Request, key: object) -> CutProgram:
-        """Return the program of a request cut into the plan's stages; cached under `key`."""
         assert self.cut is not None, "plans with stages are cut"
         if key not in self._cuts:
             self._cuts[key] = self.cut(self.trace(replace(request, update=None)), plan)

@@ -76,10 +76,7 @@ def sent_at_cuts(phased: PhasedProgram, sends: Mapping[str, int]) -> Parts:
 
 
 def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the FLOPs of matrix products and attention.
-
-    Ring attention, which exchanges tensors inside, raises a `FormulaError`: its FLOPs differ between ranks.
-    """
+    """Yield the FLOPs of matrix products and attention. Ring attention, whose ranks differ, is a `FormulaError`."""
     for site, node in _calls(phased):
         if is_collective(node) or is_wait(node) or not contracts(node):
             continue
@@ -194,12 +191,10 @@ def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
 
 
 def _bytes(label: str, shape: Sequence[int], each: Size) -> CountedPart:
-    """Return a part of `each` bytes for every element."""
     return CountedPart(label, tuple(shape), lambda dims: math.prod(dims) * each)
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether a node's result shares the memory of its operand."""
     if node.target is operator.getitem:
         return _is_alias(node.all_input_nodes[0])
     return node.op == "call_function" and (is_view(node) or is_wait(node))

@@ -118,8 +118,8 @@ class PlanCounts:
     def _lowered_at_all_sizes(self) -> list[tuple[_At, PhasedProgram]]:
         """Return the lowered programs of step 2 of the module's docstring, each with the values of all symbols.
 
-        The first program has the plan's own sizes, except that a symbolic axis of size one is larger. An axis of size
-        one would have no collectives, so it is larger in all programs (if the plan can be lowered so).
+        The first program has the plan's own sizes. Axes of size one are larger in all, because one rank has no
+        collectives.
         """
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh
@@ -151,7 +151,6 @@ class PlanCounts:
         return self._programs
 
     def _first(self, tried: Iterator[tuple[Point, Mesh]]) -> tuple[Point, Mesh] | None:
-        """Return the first pair of input sizes and mesh that the plan can be lowered for."""
         for point, mesh in tried:
             try:
                 self._lower(point, mesh)
@@ -185,8 +184,7 @@ class PlanCounts:
     def _local_shapes(self, site: str) -> list[tuple[str, Shape]]:
         """Return the shapes on a rank that a part of this node may have, each with a mesh axis or "".
 
-        The axis is that of a reshard's step, for shapes in the step. Shapes with "" are those of the node's operands
-        and results, and the concatenation of all of these.
+        The axis is that of a reshard's step, for shapes in the step.
         """
         if site not in self._shapes_of:
             node, found = self.fitted.program.nodes_by_name()[site], list[tuple[str, Shape]]()
@@ -220,7 +218,6 @@ class PlanCounts:
         return [(ranks, *before[: step.to_dim], after[step.to_dim], *before[step.to_dim + 1 :]), before, after]
 
     def _local(self, shape: Shape, spec: PartitionSpec) -> Shape:
-        """Return the shape on each rank, including padding."""
         return tuple(self._share(dim, [self.axes[axis] for axis in spec.axes_of(n)]) for n, dim in enumerate(shape))
 
     def _share(self, dim: Size, axes: Sequence[Size]) -> Size:
@@ -228,15 +225,14 @@ class PlanCounts:
         return dim if pieces == 1 else ceil_div(dim, pieces)
 
     def _values(self, size: Size) -> Sequence[int]:
-        """Return the value of an expression in each lowered program."""
         if size not in self._evaluated:
             self._evaluated[size] = [int(value_at(size, at)) for at, _ in self._programs]
         return self._evaluated[size]
 
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
-        """Return an expression for one dim of a part, which is `sizes[n]` in lowered program `n`.
+        """Return an expression for one dim of a part, if possible one of the site's own dims, divided by mesh axes.
 
-        Preferred is one of the site's own dims, divided by mesh axes. A `FormulaError` says that no expression fits.
+        `sizes` has the dim in lowered programs, by the index of the program.
         """
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))

@@ -185,8 +185,7 @@ def _over(name: str, sent: Mapping[str, Any]) -> Any:
 class _RecipeCounts:
     """Computes the quantities of a recipe from the tallies of its layer classes.
 
-    Only flags, dtypes and schedule of `recipe` are used. `batch` is the sequences of a step, and `micro_batch` those in
-    one forward of one data-parallel replica. `axes` has the size of each of `_AXES`.
+    `batch` is the sequences of a step, and `micro_batch` those in one forward of one data-parallel replica.
     """
 
     recipe: Execution
@@ -195,7 +194,7 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return the part of quantity `name` that comes from one block of a layer class, or from an end of the model.
+        """Return the part of a quantity that comes from one block of a layer class, or from an end of the model.
 
         Quantities of a rank are means over pipeline ranks.
         """
@@ -232,7 +231,6 @@ class _RecipeCounts:
         return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
 
     def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
-        """Return a tally in which the symbols are replaced by `micro_batch` and by the sizes `axes`."""
         at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
         return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
 
@@ -243,8 +241,7 @@ class _RecipeCounts:
     def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
         """Return the bytes that each rank sends in a step for a layer class, by axis.
 
-        Collectives over several axes at once count as "data". Merged dispatch of experts raises a `FormulaError`: its
-        bytes depend on values.
+        Collectives over several axes at once count as "data".
         """
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
@@ -261,8 +258,7 @@ class _RecipeCounts:
     def _exchanged(self, dense: Any, expert: Any) -> Any:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
-        `dense` and `expert` are numbers of parameters outside of experts and of experts. The times of these collectives
-        are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
+        The times of these collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]

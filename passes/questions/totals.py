@@ -82,10 +82,7 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
 
 
 def _linear(symbol: str, blocks: Sequence[Any]) -> Size:
-    """Return the sum over blocks: symbol times the count of an inner block, plus a constant for first and last block.
-
-    `blocks` has the counts of the traced blocks of one kind, in order.
-    """
+    """Return the sum over `blocks`: symbol times the count of an inner block, plus a constant for first and last."""
     between = blocks[1:-1] or blocks
     if any(item != between[0] for item in between):
         raise FormulaError(
