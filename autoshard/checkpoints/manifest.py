@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: the size of every file, and a checksum of each of its blocks.
+"""The manifest of a checkpoint: the size of every file, and a checksum (CRC-32) of each of its blocks.
 
-The checksums make damage visible. They are computed while the files are written, from the bytes passed to the operating
-system. The manifest has a checksum of its own. Checksums are CRC-32: they detect every change of one byte, and miss 1
-in 4 billion other changes.
+The checksums are computed while the files are written, from the bytes passed to the operating system. They detect every
+change of one byte, and miss 1 in 4 billion other changes. The manifest has a checksum of its own.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ class Manifest:
         ranks: the number of ranks that saved.
         mesh: the mesh as text, for people.
         files: name of a file → its size and checksums.
-        version: the version of the file format.
     """
 
     step: int

@@ -1,8 +1,7 @@
 """The processes that save and load together. If one rank fails, every rank raises the same error.
 
-One rank may write for longer than another rank. So ranks first meet over a `ControlChannel`, and then communicate. On
-the channel, ranks wait as long as a missing rank shows signs of life. If that rank ended or hangs, all ranks raise an
-error with its name after a time limit.
+One rank may write for longer than another rank. So ranks first meet over a `ControlChannel`, and then communicate. A
+rank that shows no sign of life for a time limit is named in an error on all ranks.
 """
 
 from __future__ import annotations
@@ -105,7 +104,6 @@ class Ranks:
         """Run `mine` on each rank, merge the results on the first rank, and send the merged result to all.
 
         Args:
-            action: the name of the action, for the error message.
             mine: computes this rank's result.
             merge: merges the results of all ranks, in rank order. Its result is sent to every rank, so keep it small.
             undo: runs on the first rank if a rank failed.

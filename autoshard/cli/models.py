@@ -1,9 +1,8 @@
 """Models named on the command line: a function in a file, a function in a package, or a transformers config.
 
-A model is built on the meta device, so models larger than this machine can be planned. A function named on the command
-line returns `(model, example_inputs)`. It gets `batch` and `seq` if it has parameters of these names. The named file or
-package is run. A config is data: neither its custom code nor kernels from a repository run, unless the user trusts
-them.
+A model is built on the meta device, so models larger than this machine can be planned. A named function returns
+`(model, example_inputs)`, and gets `batch` and `seq` if it has parameters of these names. A config is data: neither its
+custom code nor kernels from a repository run, unless the user trusts them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A mesh of Gloo processes whose collectives and messages take as long as on a given network.
 
-Only a network slower than one machine's loopback shows whether a program hides its communication. `delayed_mesh` makes
-process groups that send through Gloo. A call of `wait` returns no sooner than a link of the given latency and
-bandwidth would allow. The mesh needs no privileges, and works for any number of ranks.
+Only a network slower than one machine's loopback shows whether a program hides its communication. A call of `wait`
+returns no sooner than a link of the given latency and bandwidth would allow.
 
 The model of time is that of Hockney 1994: a message of b bytes takes latency + b / bandwidth. Each rank has one link
 for each axis. A collective begins when it is issued, or when the link of its axis is free. It occupies the link for

@@ -1,9 +1,8 @@
 """Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
 
-A drawn program is text that defines `model` and `inputs`, and `whole_step` for a whole training step. The text is run
-to get them. So a failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn
-model has one hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that
-map `h` to a new `h`. All values are float32 (tokens: int64) and of order one.
+A failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn model has one
+hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that map `h` to a
+new `h`. All values are float32 (tokens: int64) and of order one.
 """
 
 from __future__ import annotations

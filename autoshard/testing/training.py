@@ -32,7 +32,6 @@ class Training:
 
     Args:
         args, kwargs: the inputs of every step.
-        steps: the number of optimizer steps.
         make_optimizer: maps parameters to an optimizer, which runs outside the program.
         whole_step: the step with its update inside the program; None: use `make_optimizer`.
         draws: whether the model draws random numbers.

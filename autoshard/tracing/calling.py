@@ -1,8 +1,7 @@
 """Flattens the inputs and outputs of a model's call into tuples of leaves, and puts them together again.
 
-A model's `(args, kwargs)` and its result are nested with torch's pytrees (lists, tuples, dicts, named tuples,
-dataclasses, transformers' outputs). Tensor leaves become inputs and outputs of the program; all other leaves are its
-constants, by leaf index. `FlatModule` is the traced module: it takes and returns flat tensors.
+Leaves are those of torch's pytrees. Tensor leaves become inputs and outputs of the program; all other leaves are its
+constants, by leaf index.
 """
 
 from __future__ import annotations

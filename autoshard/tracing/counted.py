@@ -1,9 +1,8 @@
 """Operators with one result row for each nonzero element, traced with the example's number of rows.
 
-The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. If
-the number of rows cannot be bounded (`bounded`) but values are known during the trace, so is the number. The program
-then makes a tensor of that size (`aten.nonzero_static`) and guards the number like any read value. A call with another
-number is traced anew.
+The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. The
+program makes a tensor of the example's size, and guards the number like any read value. This way of tracing is for
+numbers of rows that cannot be bounded (`bounded`).
 """
 
 from __future__ import annotations

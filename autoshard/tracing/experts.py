@@ -1,10 +1,8 @@
 """Keeps the experts of transformers' models whole: the operator `autoshard::experts` replaces their implementation.
 
 In transformers each class of experts runs through one function, which looks up an implementation by the model's
-configuration. The implementation is a loop over experts, a product for each token, or grouped products. All
-implementations compute the same result, so the operator can replace each of them during a trace. The router is the
-model's own. GPU-specific implementations that a user names are left alone. Experts that compute something else are left
-alone too: a gate outside `autoshard.kernels.gates`, a norm after the experts, quantised weights.
+configuration. Implementations with equal results are replaced. GPU-specific implementations that a user names are left
+alone. Experts that compute something else (unknown gates, a norm behind the experts, quantised weights) are left too.
 """
 
 from __future__ import annotations

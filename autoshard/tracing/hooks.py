@@ -31,7 +31,6 @@ class WatchedHook:
     """A hook that ran during a trace.
 
     Args:
-        name: name of its function.
         title: name of the first module on which it ran.
         acts: whether it returned a new value, or changed a tensor of the call or an attribute of the module.
     """

@@ -55,7 +55,6 @@ class JointGraph:
         graph_module: the graph. Its plain outputs are the model's outputs in `result`'s order, then the guarded
             tensors.
         slots: kind and name of each flat input.
-        result: structure of the model's result.
         guarded_values: the value that the trace relied on, for each guarded tensor.
         accesses: the attributes that the call's Python code used; None if unknown.
     """
@@ -80,9 +79,7 @@ class TraceOptions:
     """Options of a trace.
 
     Args:
-        grad: trace gradients.
         all_tangents: take a tangent for each output, not only for losses.
-        call: calls the model.
         known: choice of the tensors whose values Python code may read.
         symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
             program has the example's numbers.

@@ -1,8 +1,7 @@
-"""Records the attributes of modules that a traced call reads, and the attributes that it sets.
+"""Records the attributes of modules that a traced call reads before setting them, and the attributes that it sets.
 
-A program depends on the attributes that its trace read. Every access to an attribute of a module is recorded during the
-call. Code that uses `vars` reads all attributes of a module. An attribute that the call sets before reading it does not
-count as read. Dynamo analyses bytecode instead of running it, so all attributes then count as read.
+A program depends on the attributes that its trace read. Code that uses `vars` reads all attributes of a module. After
+Dynamo, which analyses bytecode instead of running it, all attributes count as read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Finds the gradients that a backward leaves None, because autograd does not reach an input from an output.
 
-On one device autograd walks from an output to the parameters behind it. A parameter that autograd does not reach has no
-gradient. A parameter that autograd reaches without a contribution has zeros. Autograd's graph of the traced call
+A parameter that autograd reaches without a contribution has zeros instead. Autograd's graph of the traced call
 separates the two cases. A Python function may decline to pass a gradient on (`return grad, None`). Its traced backward
 shows this, because no path leads from the tangent to the gradient.
 """

@@ -1,9 +1,8 @@
 """Keeps semantic operators whole: attention, dropout, losses, RMS norm and recurrent layers (`ctc`, `recurrent`).
 
 PyTorch decomposes these operators before a trace sees them, and differently on each device. During a trace, calls of
-`autoshard::*` operators (`autoshard.kernels`) replace their composite definitions, as torch.export does for the
-operators it preserves. Cases outside a semantic operator (class weights, probabilities as targets, a mask that requires
-grad) become ordinary operators that compute the same result.
+`autoshard::*` operators (`autoshard.kernels`) replace their composite definitions. Cases outside a semantic operator
+(class weights, a mask that requires grad) become ordinary operators that compute the same result.
 """
 
 from __future__ import annotations

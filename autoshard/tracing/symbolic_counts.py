@@ -1,8 +1,7 @@
 """Numbers of rows that depend on values, as symbols of a trace. `bounded` later turns the symbols into sizes.
 
-`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. This number is a symbol without a value,
-which appears in all derived shapes. Python code that compares the number gets the answer for the example, and PyTorch
-records the comparison.
+`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. Python code that compares this number gets
+the answer for the example, and PyTorch records the comparison.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class SymbolicCounts:
     """The symbols of a trace for numbers of rows, each with its mask.
 
     Args:
-        environment: torch's environment of symbols.
         masks: symbol → the mask whose ones the symbol counts.
         numbers: symbol → its value in the example, if known.
     """

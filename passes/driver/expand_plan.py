@@ -1,10 +1,8 @@
 """Expand the plan of a program with left-out blocks (`autoshard.ir.repeat`) to a plan of the whole model's program.
 
 A run of equal blocks is cut into *units*. The short program lacks the inner units of a run, and the first unit behind
-the gap stands for them. Every node of the whole program is matched with a node of the short program. A node of a
-left-out unit is matched with the node at the same place of the unit that stands for it. Every other node is matched
-with itself. Matched nodes make the same call at the same place of their modules, and their operands are matched too.
-Then the plan of a node is the plan of its match.
+the gap stands for them. A node of a left-out unit is matched with the node at the same place of the unit that stands
+for it. Every other node is matched with itself. Then the plan of a node is the plan of its match.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Lower the best choices of strategies that a search found, and take the choice with the shortest predicted step.
 
 The search adds up the prices of all operators and collectives. Lowering puts collectives into buckets and hides buckets
-behind computation, in some plans more than in others. Recomputed collectives gain nothing from this. So the lowered
-programs decide:
+behind computation, in some plans more than in others. So the lowered programs decide:
 
 1. The search's own choice is lowered.
 2. Each other choice gets a rough step time: the sum of its prices, scaled. The scale makes the rough step of the
@@ -11,8 +10,7 @@ programs decide:
 4. The plan is the lowered program with the shortest predicted step.
 
 The other choices are the best plans within known recipes, such as FSDP and Megatron TP+SP
-(`passes.planning.baselines`). The plan also reports the steps of known recipes. A recipe that was not lowered is
-lowered when its step is first read.
+(`passes.planning.baselines`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ class Pipeline:
         mesh: the whole mesh, with the axis "pipeline".
         schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
         virtual_stages: number of stages on each rank.
-        micro_batches: number of micro-batches in a step.
     """
 
     mesh: Mesh

@@ -40,10 +40,7 @@ class StageSearch:
     """The search of all stages of one cut of a program.
 
     Args:
-        planner: the planner of the whole call.
         mesh: the mesh of each stage.
-        cut: the programs of the stages.
-        order: the order of tasks on each rank.
         in_flight: for each rank, the most micro-batches that it holds.
         before: a plan of the call in as many stages, with which searches begin.
         problems: a cache of planning problems for one program and its cuts. A key is the key or the number of a stage,

@@ -21,7 +21,6 @@ class BlockPlace:
     Args:
         path: path of the list that contains the block ("model.layers").
         kind: number of its kind; blocks of one kind are equal.
-        position: its position in the list.
         stands_for: the number of the model's blocks that it represents; more than one if the program leaves out blocks.
     """
 
@@ -57,7 +56,6 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
     """Return the sum of counts as an expression, linear in the number of blocks of each kind.
 
     Args:
-        counts: counts of operations, each with its block.
         symbols: result of `block_symbols`.
         fixed: symbols that are replaced by their numbers.
 
