@@ -33,13 +33,7 @@ NAME = "metadata.json"
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes in a file.
-
-    Args:
-        file: the file's name in the checkpoint's folder.
-        start, length: in bytes.
-        crc32: the checksum of the bytes; None in checkpoints of earlier releases.
-    """
+    """A range of bytes in a file of a checkpoint. Checkpoints of earlier releases have no checksum `crc32`."""
 
     file: str
     start: int
@@ -65,11 +59,7 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def is_whole(self) -> bool:
-        """Whether each piece lies in the tensor and has bytes for its shape, and the pieces have enough elements for
-        the tensor.
-
-        Overlaps of pieces are not checked.
-        """
+        """Whether each piece lies in the tensor, has bytes for its shape, and all have enough elements together."""
         itemsize = dtype_named(self.dtype).itemsize
         for piece in self.pieces:
             if not len(piece.offset) == len(piece.shape) == len(self.shape):
@@ -110,11 +100,7 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path, files: Mapping[str, Sums]) -> Contents:
-        """Read the contents of the checkpoint in `folder`, which consists of `files` (name → size and checksums).
-
-        Raises:
-            CheckpointError: `to_json` did not write the table, or the table names bytes that no file has.
-        """
+        """Read the contents of the checkpoint in `folder` with these files; `CheckpointError` if damaged."""
         path = folder / NAME
         try:
             found = read(cls, parse(path.read_text(encoding="utf-8")))

@@ -43,13 +43,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A report of the files that one rank wrote.
-
-    Args:
-        plan: torch's plan of this rank's writes.
-        extents: the place of each written tensor piece and state.
-        files: name of a file → its size and checksums.
-    """
+    """One rank's report: torch's plan of its writes, each item's place, and each file's size and checksums."""
 
     plan: SavePlan
     extents: Mapping[MetadataIndex, Extent]
@@ -129,11 +123,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class Writer:
-    """Writes a checkpoint into a folder that is not complete yet.
-
-    Args:
-        rank: this process's rank among the writing ranks.
-    """
+    """Writes a checkpoint into a folder that is not complete yet. `rank` counts among the writing ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -269,9 +259,7 @@ class Stored:
     def plan_reads(self, state: dict[str, Any]) -> Reads:
         """Plan this rank's reads, and check the bytes that they need. `Reads.run` then reads.
 
-        Args:
-            state: by name in the checkpoint: a tensor, which will be written over, or another value, which will be
-                replaced.
+        `state` has, by name in the checkpoint, a tensor to write over, or another value to replace.
 
         Raises:
             CheckpointError: a byte to read differs from the written byte.

@@ -47,8 +47,7 @@ def latest(folder: Path) -> Path | None:
 def begin(folder: Path, step: int) -> Path:
     """Return the path under which to write the checkpoint of `step`, and remove the remains of crashes.
 
-    Raises:
-        CheckpointError: there is a checkpoint of more steps, which would stay the latest.
+    A checkpoint of more steps, which would stay the latest, raises a `CheckpointError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)

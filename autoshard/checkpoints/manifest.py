@@ -93,11 +93,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of the checkpoint in `folder`.
-
-        Raises:
-            CheckpointError: the manifest is missing or damaged, or Checkpoints of this release did not write it.
-        """
+        """Read a checkpoint's manifest; `CheckpointError` if it is missing, damaged, or of another release."""
         path = folder / NAME
         try:
             data = path.read_bytes()

@@ -60,8 +60,7 @@ class NamedOptimizer:
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
         """Raise `CheckpointError` unless `saved`, a result of `state`, is of the same class, over the same parameters.
 
-        Args:
-            keyword: the name under which the user passed this optimizer, for the error message.
+        `keyword` is the name under which the user passed this optimizer.
         """
         kind = type(self.optimizer).__name__
         if saved["kind"] != kind:

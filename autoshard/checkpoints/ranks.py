@@ -86,11 +86,7 @@ class Ranks:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def do(self, action: str, mine: Callable[[], T]) -> T:
-        """Run `mine` on each rank, and return this rank's result if all ranks succeed.
-
-        Raises:
-            CheckpointError: on every rank, if one rank fails.
-        """
+        """Run `mine` on each rank, and return this rank's result; `CheckpointError` on every rank if one rank fails."""
         return self.merge(action, mine, merge=lambda _: None, shared=lambda _: None)[0]
 
     def merge(

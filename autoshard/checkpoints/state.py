@@ -85,10 +85,6 @@ class TrainingState:
     def wanted(self, stored: Stored, rank: int, size: int) -> dict[str, str]:
         """Return the name under which each object's state without tensors is stored, by the object's keyword.
 
-        Args:
-            rank: this process's rank, because some states are stored for each rank.
-            size: the number of ranks that load.
-
         Raises:
             CheckpointError: nothing is saved under a keyword, or the states are per rank and for another number of
                 ranks.
@@ -151,9 +147,7 @@ class TrainingState:
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load states and tensors into the model, the optimizers and the user's objects, and set the random states.
 
-        Args:
-            rests: the stored state of each object without tensors, by keyword.
-            tensors: the tensors of `places`, filled, by their names in the checkpoint.
+        `rests` has the stored states without tensors, by keyword, and `tensors` the filled tensors of `places`.
         """
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
@@ -176,11 +170,7 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def model_of(step: Any) -> nn.Module:
-    """Return the module of `step`: the model of a `TrainStep`, or `step` itself if it is a module.
-
-    Raises:
-        CheckpointError: `step` is neither.
-    """
+    """Return the module of a `TrainStep`, or `step` itself if it is a module; else raise a `CheckpointError`."""
     model = step.sharded if isinstance(step, TrainStep) else step
     if not isinstance(model, nn.Module):
         raise CheckpointError(

@@ -65,11 +65,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the value from the text that `packed` returned.
-
-    Raises:
-        ValueError: `packed` did not write `data`.
-    """
+    """Return the value from the text that `packed` returned; `ValueError` for any other text."""
     try:
         return _decoded(parse(bytes(data).decode()))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError, pickle.UnpicklingError) as error:

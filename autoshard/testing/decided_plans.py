@@ -59,12 +59,7 @@ def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Planning
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions to make for a plan.
-
-    Args:
-        options: the activation policies (save, recompute, offload) among which each variable may choose.
-        problem: the planning problem with these policies.
-    """
+    """The decisions to make for a plan: those of `problem`, with the activation policies of `options`."""
 
     options: RecomputeOptions
     problem: RecomputeProblem

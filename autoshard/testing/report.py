@@ -51,12 +51,7 @@ class Comparison:
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
-        """Return the comparison with one more sample of one device's rounding error.
-
-        Args:
-            nearby: one device's values for nearly equal parameters and inputs, by name.
-            exact: the values of a more precise run, by name.
-        """
+        """Return the comparison with one more sample of rounding errors: `nearby` values beside `exact` values."""
         if self.name not in nearby or self.name not in exact:
             return self
         return replace(self, rounding=max(self.rounding, _distance(nearby[self.name], exact[self.name])))

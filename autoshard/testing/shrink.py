@@ -42,9 +42,7 @@ Given = Mapping[tuple[str, str], Tensor]
 def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
     """Return a short script that fails as `plan` does, or "" if no part of the program differs by itself.
 
-    Args:
-        program: the traced program as it was lowered, with the plan's recomputed values.
-        given: values of the program's inputs.
+    `program` is the traced program as it was lowered, with the plan's recomputed values, and `given` has its inputs.
     """
     values = _record(program, given)
     calls = [node for node in program.graph.nodes if _is_call(node)]

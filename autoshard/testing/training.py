@@ -62,9 +62,7 @@ def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
 def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
     """Train a network, and return the results that a user can see, by name.
 
-    Args:
-        network: holds the parameters and buffers.
-        call: takes the inputs of a step, runs the network, and returns its outputs.
+    `call` takes the inputs of a step, runs the network, which holds the parameters, and returns its outputs.
     """
     if training.whole_step is not None:
         return _train_whole(network, call, training, training.whole_step)

@@ -96,11 +96,7 @@ Padded = dict[int, Any]
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph module with bounds in place of symbolic sizes. It is a copy if there are symbolic sizes.
-
-    Raises:
-        UnboundedSizeError: the bounded program may be wrong.
-    """
+    """Return the graph module with bounds in place of symbolic sizes; `UnboundedSizeError` if that may be wrong."""
     if not any(map(_symbolic_sizes, graph_module.graph.nodes)):
         return graph_module
     return _Bounding(graph_module).run()

@@ -44,8 +44,7 @@ class TracedCall:
     """The flattened arguments of a model's call.
 
     Args:
-        tensors: the leaves that are tensors, by leaf index.
-        constants: all other leaves, by leaf index.
+        tensors, constants: the leaves that are tensors, and all other leaves, by leaf index.
         tree: pytree structure that nests the leaves into `(args, kwargs)`.
         paths: a readable path of each leaf: "args[0]['mask']".
     """
@@ -91,11 +90,7 @@ class Result:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-    """Return the flattened arguments of a call.
-
-    Raises:
-        TraceError: a leaf is an object whose tensors the trace would not see.
-    """
+    """Return a call's flattened arguments; `TraceError` for a leaf that may hold tensors that a trace would not see."""
     register_dataclasses((args, kwargs))
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
     tensors: dict[int, Tensor] = {}
@@ -224,8 +219,7 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """Calls a model, and then the loss function if there is one. Returns the loss function's result, or the model's
-    outputs.
+    """A call of a model, and of a loss function if there is one; returns the loss function's result or the outputs.
 
     Args:
         loss_fn: applied to the model's outputs and the targets; None: no loss function.

@@ -28,11 +28,9 @@ _TRUSTED = ("torch", "transformers", "autoshard")
 
 @dataclass(slots=True)
 class WatchedHook:
-    """A hook that ran during a trace.
+    """A hook that ran during a trace, first on the module `title`.
 
-    Args:
-        title: name of the first module on which it ran.
-        acts: whether it returned a new value, or changed a tensor of the call or an attribute of the module.
+    `acts` tells whether it returned a new value, or changed a tensor of the call or an attribute of the module.
     """
 
     name: str

@@ -80,12 +80,11 @@ class TraceOptions:
 
     Args:
         all_tangents: take a tangent for each output, not only for losses.
-        known: choice of the tensors whose values Python code may read.
+        known: the tensors whose values Python code may read.
         symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
             program has the example's numbers.
-        as_compiled: make `torch.compiler.is_compiling()` true for the model's code, as under torch.compile. Some models
-            then have no branches on values.
-        casts: casts of a computation in a narrower type.
+        as_compiled: make `torch.compiler.is_compiling()` true for the model's code. Some models then have no branches
+            on values.
         seed: seed of random operators. If a seed is given, the values that they draw may be read.
         device: assumed device of tensors on meta.
         keeps_gradients: take tangents for scalars that the call leaves in attributes, as for losses.
@@ -178,11 +177,7 @@ class FlatModule(nn.Module):
             self.reads.add(tensor, True)
 
     def bounded(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with bounds in place of symbols.
-
-        Raises:
-            UnboundedSizeError: the bounded graph may be wrong, or the backward compares symbols.
-        """
+        """Return the graph with bounds in place of symbols; `UnboundedSizeError` if that may be wrong."""
         if self.counts is None:
             return graph_module
         if self.counts.assumed() != self.compared:

@@ -37,11 +37,9 @@ fast as those for fake tensors (0.04 ms in place of 1.2 for a view).
 
 
 class LocalFakes:
-    """A cache of fake values by a key of the call that makes the value.
+    """A cache of fake values, which are slow to make, by a key of the call that makes the value.
 
-    The programs of one process repeat few calls many times, for each layer, rank count and plan. A fake value is slow
-    to make. The key of a call, its `form`, contains everything on which the fake value depends. A full cache is
-    emptied.
+    The key, `form`, contains everything on which the fake value depends. A full cache is emptied.
     """
 
     def __init__(self) -> None:

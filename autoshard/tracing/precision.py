@@ -59,23 +59,14 @@ _CROSS_ENTROPY: OpOverload = _aten.cross_entropy_loss.default
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """Casts for a model that computes in a narrower type.
-
-    Args:
-        dtype: the narrower type.
-        parameters: `id` of each cast parameter.
-    """
+    """Casts for a model that computes in the narrower type `dtype`. `parameters` are `id`s of cast parameters."""
 
     dtype: torch.dtype
     parameters: frozenset[int]
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
-        """Return the casts of a model's wider parameters to `dtype`.
-
-        Raises:
-            TraceError: a norm with running statistics has float64 parameters or buffers.
-        """
+        """Return the casts of wider parameters to `dtype`; `TraceError` for a norm with float64 running statistics."""
         norms = {
             name: module
             for name, module in model.named_modules()

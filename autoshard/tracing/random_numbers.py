@@ -151,12 +151,9 @@ def _draw(
 def draw_numbers(
     distribution: str, parameters: Sequence[Any], size: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """Draw an array of numbers within `number_random_operators`. A complex number consists of two drawn numbers.
+    """Draw numbers within `number_random_operators`. A complex number consists of two drawn numbers.
 
-    Args:
-        distribution: name of the distribution: "uniform", "normal".
-        parameters: the distribution's parameters, e.g. lower and upper bound.
-        size: shape of the array.
+    `distribution` is a name such as "normal", and `parameters` are its parameters, such as mean and deviation.
     """
     if not dtype.is_complex:
         return _draw(distribution, parameters, size, dtype, device)

@@ -61,11 +61,9 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
 
 @dataclass(slots=True)
 class SymbolicCounts:
-    """The symbols of a trace for numbers of rows, each with its mask.
+    """The symbols of a trace for numbers of rows.
 
-    Args:
-        masks: symbol → the mask whose ones the symbol counts.
-        numbers: symbol → its value in the example, if known.
+    `masks` has the mask whose ones a symbol counts, and `numbers` the symbol's value in the example, if known.
     """
 
     environment: ShapeEnv

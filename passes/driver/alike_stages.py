@@ -56,12 +56,7 @@ def _slot_form(name: str, kind: str, requirements: Requirements) -> tuple[Hashab
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """Return the plan of a stage, made from the plan of an alike stage by a change of names.
-
-    Args:
-        plan: the plan of `alike`.
-        alike, stage: programs of alike stages after the cut.
-    """
+    """Return the plan of `stage`, made by a change of names from the plan of `alike`; both are cut out already."""
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
     modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}

@@ -173,11 +173,7 @@ def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Return the meshes that can run each possible number of micro-batches of a step. The smallest number is first.
-
-    Raises:
-        RecipeError: no mesh runs whole micro-batches of the batch.
-    """
+    """Return the meshes for each possible number of micro-batches, smallest first; `RecipeError` if none exists."""
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
         for parts in _micro_batches(mesh, recipe, global_batch):
@@ -225,11 +221,7 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the size of dim 0 that all tensors of a call share.
-
-    Raises:
-        TraceError: the tensors have several sizes of dim 0, or no tensor has a dim.
-    """
+    """Return the size of dim 0 that all tensors of a call share; `TraceError` if they share none."""
     size = batch_size(args, kwargs)
     if size is None:
         raise TraceError(

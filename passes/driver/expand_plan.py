@@ -32,10 +32,7 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of the whole program of a call. A plan without left-out blocks is returned unchanged.
-
-    Args:
-        program: the whole program, as traced.
+    """Return the plan of the whole program, as traced, of a call. A plan without left-out blocks is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
@@ -125,11 +122,7 @@ class _ExpandedRecompute:
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
-    """Return the match in the short program of each node of the whole program, by names.
-
-    Raises:
-        NotAlikeError: some node has no match.
-    """
+    """Return each node's match in the short program, by names; `NotAlikeError` if some node has none."""
     here, there = (_grouped(program, short.repeats) for program in (short, whole))
     matches: dict[str, str] = {}
     for (number, first), members in there.items():

@@ -14,11 +14,7 @@ from autoshard.runtime.traced_optimizer import update_of
 
 
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
-    """Return the number of micro-batches of a step, from the argument or from the given plan.
-
-    Raises:
-        PlanMismatchError: the plan has another number than the argument.
-    """
+    """Return the number of micro-batches from the argument or the plan; `PlanMismatchError` if they differ."""
     planned = fixed.micro_batches if fixed is not None and trains else 1
     if planned > 1 and micro_batches not in (None, planned):
         raise PlanMismatchError(

@@ -45,7 +45,6 @@ class PlanAgain:
 
     Args:
         call: the arguments of `autoshard.plan`.
-        planned: the plan, with the planner and program that it comes from.
         check_stages: see `plan_candidates`.
         searched: the outer search that proposed the plan's mesh; None for a given mesh.
     """

@@ -35,8 +35,7 @@ from passes.strategies.price_nodes import NodePrices
 class LoweredPlan:
     """A plan, and the lowered program that its prediction was read from.
 
-    Args:
-        phased: the lowered program without Triton kernels. None if the prediction has kernels or leaves out blocks.
+    `phased` has no Triton kernels. It is None if the prediction has kernels or leaves out blocks.
     """
 
     plan: Plan

@@ -39,12 +39,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned:
-    """Return the fastest plan of a call.
+    """Return the fastest plan of a checked call, which has an optimizer object with the traced `update`.
 
-    Args:
-        call: the checked call, with an optimizer object instead of its name.
-        update: the traced update of its optimizer.
-        search: the result of `outer_search`.
+    `search` is the result of `outer_search`.
     """
     check_stages = partial(check_pipeline, update, call)
     request_of = partial(_request, call, update if call.grad else None)

@@ -389,11 +389,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call would run by a plan.
-
-        Raises:
-            VerificationError: the program could not be shown to equal the traced program.
-        """
+        """Return the proof of the program that a call runs by a plan; `VerificationError` if there is no proof."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"

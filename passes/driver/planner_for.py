@@ -23,7 +23,6 @@ def planner_for(
 
     Args:
         update: the traced update of an optimizer.
-        device: the device that runs the program.
         reduce_dtype: the type in which gradients are sent between ranks; None: their own type.
         progress: see `search_bar`.
     """

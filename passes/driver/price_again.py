@@ -92,13 +92,9 @@ class PriceAgain:
 
 
 def error_of_no_recipe(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """Return the error for a search that found no recipe.
+    """Return the error for a search that found no recipe with the allowed values `only` of fields.
 
-    Its message says that time ran out, that no recipe has the allowed values, or that no such recipe fits into memory.
-
-    Args:
-        found: the result of the search, which has no recipe.
-        only: the fields and allowed values to which the search was restricted.
+    Its message says that time ran out, that no recipe has the values, or that no such recipe fits into memory.
     """
     names = ", ".join(only)
     if not found.is_complete:

@@ -159,7 +159,7 @@ _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.floa
 
 
 def products_precision(model: nn.Module, asked: str | None) -> str:
-    """Return the precision of a model's products in recipes. `asked` is the user's precision; None: the model's own.
+    """Return the precision of a model's products in recipes: `asked` by the user, or the model's own.
 
     Raises:
         NotAvailableError: products of a model of this dtype do not run in this precision.
@@ -181,11 +181,7 @@ def products_precision(model: nn.Module, asked: str | None) -> str:
 
 
 def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
-    """Return the name of an optimizer in recipes, such as "sgd_momentum".
-
-    Raises:
-        NotAvailableError: recipes do not know the optimizer.
-    """
+    """Return the name of an optimizer in recipes, such as "sgd_momentum"; `NotAvailableError` if there is none."""
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
     if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"

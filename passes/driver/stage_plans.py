@@ -57,9 +57,7 @@ _TRIES = 8
 class StagePlans:
     """Plans the stages of training steps, and of calls without gradients.
 
-    Args:
-        planner: plans and lowers single stages.
-        problems: see `StageSearch`.
+    `planner` plans and lowers single stages. `problems` is the cache of `StageSearch`.
     """
 
     planner: Planner

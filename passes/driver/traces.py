@@ -35,11 +35,9 @@ class Traces:
 
 
 def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
-    """Return the traced program of a call.
+    """Return the traced program of a call; without `loss_fn`, the model returns its loss.
 
-    Args:
-        loss_fn: the loss of the model's outputs; None: the model returns a loss.
-        precision: the type of computation if the model's parameters are wider.
+    `precision` is the type of computation if the model's parameters are wider.
     """
     start = time.perf_counter()
     program = tracing.trace(

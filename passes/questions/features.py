@@ -51,9 +51,7 @@ def feature_named(text: object) -> str:
 class Feature:
     """The values of recipe fields with which a recipe has a feature.
 
-    Args:
-        ways: the ways to have the feature: name of the way → allowed values of recipe fields.
-        without: the ways to lack the feature, each as allowed values of recipe fields.
+    `ways` has the values by the name of a way to have it. Each entry of `without` is a way to lack it.
     """
 
     ways: Mapping[str, Fields]

@@ -42,7 +42,6 @@ class InputSize:
     """An input size that is a symbol in formulas, e.g. the batch.
 
     Args:
-        name: name of the symbol.
         places: pairs (index of an input among the leaves of all arguments, dim); these dims have this size.
         value: the size in the example inputs.
         step: the model is observed at multiples of this size.
@@ -72,12 +71,9 @@ class InputSize:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The model as traced at one point of the grid.
+    """The model as traced at one point of the grid: a label of each operator, and the numbers to fit.
 
-    Args:
-        labels: a label of each operator, in order.
-        numbers: the numbers to fit, e.g. the dims of all values.
-        owners: for messages, the operator or value to which each number belongs.
+    `owners` names, for messages, the operator or value to which each number belongs.
     """
 
     labels: tuple[str, ...]

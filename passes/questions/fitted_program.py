@@ -39,11 +39,7 @@ class FittedProgram:
     trace: Callable[[Point], Program] = field(repr=False)
 
     def at(self, point: Point) -> Program:
-        """Return the program at other input sizes, traced once for each point.
-
-        Raises:
-            DoesNotRunError: the model does not run with these sizes.
-        """
+        """Return the program at other input sizes, traced once; `DoesNotRunError` if the model refuses them."""
         if point not in self.samples:
             self.samples[point] = self.trace(point)
         return self.samples[point]
@@ -54,9 +50,7 @@ def fit_program(
 ) -> FittedProgram:
     """Trace a program at several input sizes and fit the shapes of its values. Raises the errors of `fit_numbers`.
 
-    Args:
-        trace: traces the program at given values of `sizes`.
-        lists: the model's lists of blocks.
+    `trace` takes values of `sizes`. `lists` are the model's lists of blocks.
     """
     samples: dict[Point, Program] = {}
 

@@ -59,11 +59,7 @@ Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
 
 
 def reader_of(name: str) -> Read:
-    """Return the function that reads a quantity of a rank.
-
-    "communication_bytes_data" is the bytes that the rank sends over the axis "data", "communication_bytes" over all
-    axes.
-    """
+    """Return the function that reads a quantity of a rank; "communication_bytes_data" is for the axis "data" alone."""
     _, _, axis = name.partition("communication_bytes")
     return _READERS.get(name) or partial(_sent, axis=axis.removeprefix("_"))
 
@@ -99,10 +95,9 @@ def contracts(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
-    """Return the FLOPs of a call from `dims`: the dims of all operands, then of all results, as one flat sequence.
+    """Return a call's FLOPs from `dims`: the dims of all operands, then of all results, as one flat sequence.
 
-    Raises:
-        FormulaError: the FLOPs depend on which of two sizes is larger.
+    A `FormulaError` says that the FLOPs depend on which of two sizes is larger.
     """
     given = iter(dims)
 

@@ -59,12 +59,9 @@ Tally = Mapping[str, Any]
 
 @dataclass
 class CountsOfPrice:
-    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made.
+    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made for example inputs `args`, `kwargs`.
 
-    Args:
-        fold: takes example inputs (args, kwargs); returns the model sorted into layer classes.
-        args, kwargs: the example inputs.
-        recipe: the recipe that is priced.
+    `fold` takes example inputs (args, kwargs), and returns the model sorted into layer classes.
     """
 
     fold: Callable[[tuple[Any, ...], Mapping[str, Any]], PricedModel]
