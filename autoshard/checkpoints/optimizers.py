@@ -43,9 +43,7 @@ class NamedOptimizer:
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """Return the planned slot of each state tensor, by names such as `exp_avg:layers.0.weight`; empty without
-        plans.
-        """
+        """Return the planned slots of state tensors, by names such as `exp_avg:layers.0.weight`; {} without plans."""
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}

@@ -64,9 +64,7 @@ def coverage_json(plan: Plan) -> dict[str, Any]:
 
 
 def coverage_summary(plan: Plan) -> str:
-    """Return one sentence with the numbers of a step's calls that are split, replicated by choice, or without a
-    rule.
-    """
+    """Return one sentence: how many calls of a step are split, replicated by choice, or without a rule."""
     counts = {kind: sum(item.calls for item in items) for kind, items in plan.coverage.items()}
     shares = {kind: sum(_share(item, plan) for item in items) for kind, items in plan.coverage.items()}
     return (

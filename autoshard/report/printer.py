@@ -75,10 +75,10 @@ def notes(plan: Plan) -> list[str]:
 
 
 def in_words(plan: Plan) -> list[str]:
-    """Return a list of one sentence on the work of all mesh axes; an empty list without parameters or for a price of a
-    recipe.
+    """Return a list of one sentence on the work of all mesh axes; an empty list if there is nothing to say.
 
-    For example: "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters."
+    For example: "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters." A plan
+    without parameters, or the price of a recipe in another framework, gives an empty list.
     """
     axes = [axis for axis, size in plan.mesh.axes if size > 1]
     if not plan.parameters or not axes or not (plan.nodes or plan.stages):

@@ -2,7 +2,8 @@
 
 In transformers each class of experts runs through one function, which looks up an implementation by the model's
 configuration. Implementations with equal results are replaced. GPU-specific implementations that a user names are left
-alone. Experts that compute something else (unknown gates, a norm behind the experts, quantised weights) are left too.
+alone. Experts that compute something else are left alone too: unknown gates, a norm behind the experts, quantised
+weights.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LocalFakes:
         return self._known(form, lambda: self._evaluate(target, args, kwargs))
 
     def piece(self, form: Hashable, like: torch.Tensor, on_meta: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a fake tensor with the result's shape, strides and dtype of `on_meta`, on the device of `like`.
+        """Return a fake tensor like the result of `on_meta` (shape, strides, dtype), on the device of `like`.
 
         The tensor is cached under `form`. If `like` is a meta tensor, the result is a meta tensor too.
         """

@@ -66,7 +66,7 @@ class Casts:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
-        """Return the casts of wider parameters to `dtype`; `TraceError` for a norm with float64 running statistics."""
+        """Return the casts of wider parameters to `dtype`; `TraceError` for a float64 norm with running statistics."""
         norms = {
             name: module
             for name, module in model.named_modules()

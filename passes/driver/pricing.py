@@ -133,7 +133,7 @@ def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
 
 
 def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
-    """Return a model on meta and its inputs in a 16-bit type. The own parameters stay as master weights."""
+    """Return a model on meta and its inputs in a 16-bit type. The original parameters stay as master weights."""
     on_meta: dict[int, Any] = {
         id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
         for item in model.parameters()

@@ -53,7 +53,7 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program, with its stages. `is_added_up`: several micro-batches add gradients."""
+    """Return the proof of a program with its stages. `is_added_up`: gradients of micro-batches are summed."""
     reports = []
     for part in program.parts:
         verify_phases(part)

@@ -140,7 +140,7 @@ def _given(recipe: Recipe) -> Only:
 def problem_of(
     counted: CountedModel, cluster: Cluster, base: Execution, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
-    """Return the search problem of a model's recipes; `memory_budget` is bytes per device, None its memory."""
+    """Return the search problem of a model's recipes. `memory_budget` is bytes per device; default: its memory."""
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 

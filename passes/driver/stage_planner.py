@@ -88,7 +88,7 @@ class StagePlanner:
     def _plan_for(
         self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
     ) -> Plan:
-        """Return the given plan of training steps, or a new plan. Its lowered stages are put into `lowered`."""
+        """Return the given plan of training steps, or a new plan, whose lowered stages are put into `lowered`."""
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
             check_fits(fixed, program, self.pipeline)

@@ -125,9 +125,7 @@ def _named(name: str, dim: int | Mapping[str, int], tensors: Mapping[int, torch.
 
 
 def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[InputSize], point: Point) -> tuple[Any, Any]:
-    """Return the example inputs (args, kwargs) with `sizes` changed to `point`; their content is repeated or cut
-    off.
-    """
+    """Return the example inputs (args, kwargs) in the sizes `point`; their content is repeated or cut off."""
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for size, wanted in zip(sizes, point, strict=True):
         for index, dim in size.places:

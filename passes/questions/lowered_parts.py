@@ -72,7 +72,7 @@ def sent_at_cuts(phased: PhasedProgram, sends: Mapping[str, int]) -> Parts:
 
 
 def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Yield the FLOPs of matrix products and attention. Ring attention, whose ranks differ, is a `FormulaError`."""
+    """Yield the FLOPs of matrix products and attention. Ring attention, whose ranks differ, raises a `FormulaError`."""
     for site, node in _calls(phased):
         if is_collective(node) or is_wait(node) or not contracts(node):
             continue
