@@ -31,12 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The first rank's decision before a save, which it sends to all ranks.
-
-    Args:
-        folder: the folder to write to.
-        differing: the keywords whose objects differ between ranks, so that each rank saves its own.
-    """
+    """The first rank's decision before a save. Ranks save different objects under the keywords `differing`."""
 
     folder: Path
     differing: frozenset[str]
@@ -44,12 +39,7 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A save in progress.
-
-    Args:
-        at: the number of steps done.
-        ended: a future that ends when the checkpoint is complete.
-    """
+    """A save in progress after `at` steps; the future ends when the checkpoint is complete."""
 
     at: int
     ended: Future[None]
@@ -201,7 +191,6 @@ class Checkpoints:
         return self._ranks
 
     def _end(self) -> CheckpointError | None:
-        """Wait for the save in progress; return its error, or None."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -214,7 +203,6 @@ class Checkpoints:
         return None
 
     def _begin(self, step: Any, at: int, stateful: Mapping[str, Any]) -> None:
-        """Take a snapshot, and write it; in a thread if `asynchronous`."""
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)
         with torch.no_grad():
             parts = take(state.parts(at), ranks, copies=self.asynchronous)
@@ -227,7 +215,6 @@ class Checkpoints:
         executor.shutdown(wait=False)
 
     def _write(self, parts: list[PartSnapshot], at: int, ranks: Ranks, mesh: str, plan: Plan | None) -> None:
-        """Write a snapshot as a complete checkpoint."""
         action = f"Saving step {at} to {self.folder}"
         digests = {part.keyword: part.digest() for part in parts if part.spread is Spread.UNKNOWN and ranks.size > 1}
         _, begun = ranks.merge(action, lambda: {"at": str(at), **digests}, partial(self._begin_together, at))
@@ -258,15 +245,9 @@ class Checkpoints:
 
 
 def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
-    """Read items of a checkpoint into `state`, and return `state`.
+    """Read items of a checkpoint into `state` by name: into tensors in place, and as bytes for None.
 
     No rank reads before every rank has checked that the bytes it needs are undamaged.
-
-    Args:
-        stored: the checkpoint.
-        state: by name in the checkpoint: a tensor to write over, or None for a state, which is replaced by its bytes.
-        ranks: the processes that load together.
-        action: the name of the action, for error messages.
     """
     reads = ranks.do(action, lambda: stored.plan_reads(state))
     ranks.do(action, reads.run)

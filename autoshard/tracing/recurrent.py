@@ -54,8 +54,6 @@ returns (y [B, T, P], last state).
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The recurrent layers of one call, with the options of the call."""
-
     direction: _Direction
     layers: int
     dropout: float
@@ -115,11 +113,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
-    """Return torch's flat list of weights, grouped by layer and direction.
-
-    For each layer and direction, the list has w_ih, w_hh, then b_ih and b_hh (with biases), then w_hr (with
-    projections).
-    """
+    """Return torch's flat list of weights, grouped by layer and direction: w_ih, w_hh, b_ih, b_hh, w_hr."""
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
     return [
@@ -221,10 +215,7 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pack_padded_sequence`.
-
-    The longest length and the sum of lengths are read from values, because shapes depend on them.
-    """
+    """Return the results of `torch._pack_padded_sequence`, whose shapes depend on lengths that are read."""
     if not bool((lengths[1:] <= lengths[:-1]).all() & (lengths > 0).all()):
         raise ValueError(
             "pack_padded_sequence takes positive lengths in decreasing order; with enforce_sorted=False it sorts them."
@@ -238,10 +229,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pad_packed_sequence`.
-
-    The batch size, which is the first of `batch_sizes`, is read from values.
-    """
+    """Return the results of `torch._pad_packed_sequence`. The batch size, `batch_sizes[0]`, is read."""
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
@@ -302,4 +290,4 @@ RECURRENT: dict[OpOverload, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Composite operators of torch to the functions that replace them during a trace."""
+"""Composite operator of torch → the function that replaces it during a trace."""

@@ -23,16 +23,11 @@ from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 
 Requirements = Callable[[str], Hashable]
-"""A function from a slot's name to the requirements on its value: its constraints, and the spec that it already has."""
+"""Takes a slot's name; returns the requirements on its value: its constraints, and the spec that it already has."""
 
 
 def stage_key(stage: Program, requirements: Requirements) -> str:
-    """Return a short hash of a stage, which is equal for alike stages.
-
-    Args:
-        stage: the stage's program after the cut, with its update.
-        requirements: see `Requirements`.
-    """
+    """Return a short hash of a stage's program after the cut, with its update; alike stages have the same hash."""
     return hashlib.sha256("\n".join(_lines(stage, requirements)).encode()).hexdigest()
 
 
@@ -61,12 +56,7 @@ def _slot_form(name: str, kind: str, requirements: Requirements) -> tuple[Hashab
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """Return the plan of a stage, made from the plan of an alike stage by a change of names.
-
-    Args:
-        plan: the plan of `alike`.
-        alike, stage: programs of alike stages after the cut.
-    """
+    """Return the plan of `stage`, made by a change of names from the plan of `alike`; both are cut out already."""
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
     modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}
@@ -90,10 +80,7 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
 
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
-    """Return the lowered program of a stage, made from that of an alike stage by a change of its slots' names.
-
-    The graphs are not copied.
-    """
+    """Return a stage's lowered program: that of an alike stage with other names of slots. The graphs are not copied."""
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
     inputs = tuple(_named(slot, taken[slot.slot.kind.value, slot.slot.name]) for slot in lowered.inputs)
@@ -120,15 +107,15 @@ def _renamed_node(item: _Restored, names: Mapping[str, str], modules: Mapping[st
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return a dict from the name of each node of `alike` to the name of the node at the same place in `stage`."""
+    """Return for each node's name in `alike` the name of the node at the same place in `stage`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return two dicts that map the slots of `alike` to the slots at the same places of `stage`.
+    """Return the slots of `stage` at the same places as the slots of `alike`, as two dicts.
 
-    The first maps the kind and name of an input of `alike` to the name of the input of `stage`. The second maps the key
-    of a result of `alike` ("output 0") to the key of the result of `stage`.
+    The first has names of inputs, by kind and name of an input of `alike`. The second has keys of results ("output 0"),
+    by key of a result of `alike`.
     """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}

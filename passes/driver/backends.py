@@ -38,8 +38,7 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
 
 
 def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """Raise `VerificationError` if the graph `after`, which writes over its inputs, computes other results than
-    `before`.
+    """Raise `VerificationError` if `after`, which writes over its inputs, computes other results than `before`.
 
     `written` maps the index of a result to the index of the placeholder that it is written over.
     """
@@ -53,10 +52,11 @@ def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], 
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """Return an empty store of CUDA graphs for the forward, backward and update of a step, or None without
-    `cuda_graph`.
+    """Return an empty store of CUDA graphs for forward, backward and update of a step; None without `cuda_graph`.
 
-    `is_traced` says whether the optimizer's update is traced, and `has_stages` whether the mesh has a pipeline.
+    Args:
+        is_traced: whether the optimizer's update is traced.
+        has_stages: whether the mesh has a pipeline.
 
     Raises:
         NotAvailableError: CUDA graphs do not support the call. The message names the reason and the way out.

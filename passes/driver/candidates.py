@@ -106,10 +106,7 @@ was 14 % faster.
 """
 
 _AXES_IN_TIME = 2
-"""The number of mesh axes for which a search over all specs is fast enough.
-
-On more axes the recipe restricts the specs.
-"""
+"""Largest number of mesh axes for a search over all specs. On more axes the recipe restricts the specs."""
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
@@ -133,7 +130,6 @@ def candidates_found(
     Args:
         found: recipes, each with its price.
         fixed: the fields that constraints decide, with their allowed values.
-        cluster, global_batch: arguments of the call.
         saving: the fastest recipe that recomputes all blocks. It is planned only if memory is short.
     """
     shapes: dict[Recipe, tuple[Recipe, float]] = {}
@@ -169,19 +165,12 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first `_MOST_COUNTS` numbers of micro-batches that are multiples of a pipeline's ranks.
-
-    If no number is a multiple, return the largest number alone. `counts` has the possible numbers, the smallest first.
-    """
+    """Return the first `_MOST_COUNTS` multiples of a pipeline's ranks in the ascending `counts`, or the last count."""
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Return, for each possible number of micro-batches, the meshes that can run it. The smallest number is first.
-
-    Raises:
-        RecipeError: no mesh runs whole micro-batches of the batch.
-    """
+    """Return the meshes for each possible number of micro-batches, smallest first; `RecipeError` if none exists."""
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
         for parts in _micro_batches(mesh, recipe, global_batch):
@@ -229,11 +218,7 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the size of dim 0 that all tensors of a call share.
-
-    Raises:
-        TraceError: the tensors have several sizes of dim 0, or no tensor has a dim.
-    """
+    """Return the size of dim 0 that all tensors of a call share; `TraceError` if they share none."""
     size = batch_size(args, kwargs)
     if size is None:
         raise TraceError(

@@ -1,8 +1,7 @@
 """Lower the best choices of strategies that a search found, and take the choice with the shortest predicted step.
 
 The search adds up the prices of all operators and collectives. Lowering puts collectives into buckets and hides buckets
-behind computation, in some plans more than in others. Recomputed collectives gain nothing from this. So the lowered
-programs decide:
+behind computation, in some plans more than in others. So the lowered programs decide:
 
 1. The search's own choice is lowered.
 2. Each other choice gets a rough step time: the sum of its prices, scaled. The scale makes the rough step of the
@@ -11,8 +10,7 @@ programs decide:
 4. The plan is the lowered program with the shortest predicted step.
 
 The other choices are the best plans within known recipes, such as FSDP and Megatron TP+SP
-(`passes.planning.baselines`). The plan also reports the steps of known recipes. A recipe that was not lowered is
-lowered when its step is first read.
+(`passes.planning.baselines`).
 """
 
 from __future__ import annotations
@@ -69,11 +67,12 @@ class Decision:
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
     """Return the plan with the shortest predicted step among the choices of a search, with the steps of known recipes.
 
+    After the time budget no further choice is lowered. Known recipes that may be faster than the plan are then left
+    out.
+
     Args:
         planning: the planning problem without recomputed nodes.
         found: the choices.
-        cluster, options: the cluster and the options of the search. After its time budget no further choice is lowered.
-            Known recipes that may be faster than the plan are then left out.
     """
     lowering = _ChoiceLowering(planning, found.searched[0].solution.lower_bound, cluster, options)
     searched = [(lowering(each.solution, each.planning), each) for each in found.searched]
@@ -120,7 +119,7 @@ def nearest_recipe(
 def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
-    """Return the predicted steps of known recipes. A recipe is lowered when its step is first read."""
+    """Return the predicted steps of known recipes, by name. A recipe is lowered when its step is first read."""
     lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
@@ -131,7 +130,7 @@ _Choice = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceLowering:
-    """Lower choices of a planning problem for a cluster. `lower_bound` is the search's bound, for the plans."""
+    """Lowers choices of a planning problem for a cluster. `lower_bound` is the search's bound, for the plans."""
 
     planning: PlanningProblem
     lower_bound: float
@@ -150,29 +149,25 @@ class _ChoiceLowering:
         )
 
     def step_s(self, made: LoweredPlan) -> float | None:
-        """Return the predicted step of a plan in seconds; None if the plan exceeds the memory budget."""
+        """Return the predicted step of a plan; None if the plan exceeds the memory budget."""
         predicted, budget = made.plan.predicted, self.options.memory_budget
         return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
 
     def step_of(self, found: Solution) -> float | None:
-        """Lower a choice, and return its predicted step in seconds; None if the choice exceeds the memory budget."""
+        """Lower a choice, and return `step_s` of its plan."""
         return self.step_s(self(found))
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
-        """Return the rough step of a choice in seconds, unscaled.
-
-        `planning` is the problem of the choice, if it is not the problem of this object.
-        """
+        """Return the unscaled rough step of a choice in `planning`, by default the problem of this object."""
         return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(
     found: JointSolution, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
-    """Return a dict from each choice of `others` to its rough step, in seconds.
+    """Return the rough step of each choice of `others` in seconds.
 
-    The rough steps are scaled by one factor. With this factor, the rough step of the search's own choice would equal
-    its predicted step.
+    The scale makes the rough step of the search's own choice equal to its predicted step.
     """
     if not others:
         return {}
@@ -182,10 +177,9 @@ def _rough_steps(
 
 
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
-    """Return the plan with the shortest step. On CPUs, among equally fast plans, return the plan with the fewest
-    launches.
+    """Return the fastest plan; on CPUs, the plan with the fewest launches among equally fast plans.
 
-    The result is never slower than a known recipe. `known_s` has the seconds of the known recipes' steps.
+    The result is never slower than a known recipe (`known_s`).
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

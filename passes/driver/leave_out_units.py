@@ -119,11 +119,8 @@ class _LeavingOut:
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
         """Return the node that the copy of `reader` reads instead of `operand`.
 
-        In the whole program, the operand's unit is some number of units away from the reader's unit. The returned
-        node has the same distance, counted without the missing units. An operand outside of the reader's run stays.
-
-        Raises:
-            _CannotLeaveOutError: no kept node is at that place.
+        In the whole program, the operand's unit is some number of units away from the reader's unit. The returned node
+        has the same distance, counted without the missing units. An operand outside of the reader's run stays.
         """
         here, there = self.spots.get(reader), self.spots.get(operand)
         if there is None or here is None or here[0] != there[0]:

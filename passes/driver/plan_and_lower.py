@@ -50,7 +50,7 @@ _BASELINE_ROUNDS = 6
 class DearMeshError(Exception):
     """Each plan on this mesh is slower than the best plan on another mesh.
 
-    `baselines` maps the name of each known recipe to the seconds of its step on this mesh.
+    `baselines` has the seconds of each known recipe's step on this mesh, by the recipe's name.
     """
 
     def __init__(self, baselines: Mapping[str, float | None]) -> None:
@@ -61,10 +61,7 @@ class DearMeshError(Exception):
 def bounded_problem(
     program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
 ) -> tuple[float, PlanningProblem]:
-    """Return a lower bound of step times in seconds, and the planning problem that `plan_program` solves.
-
-    No plan of the problem has a shorter step than the bound.
-    """
+    """Return a lower bound in seconds on the step of all plans, and the problem that `plan_program` solves."""
     with options.control.building(), one_blas_thread():
         planning = planning_problem(program, mesh, cluster, options)
         return first_bound(planning, allowed_by(planning, options)), planning
@@ -106,7 +103,7 @@ def plan_and_lower(
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
     """Return the best solution with the options in `allowed`, and further solutions to compare after lowering.
 
-    `allowed` maps the index of a variable to a mask of its options.
+    `allowed` has a mask of a variable's options, by the variable's index.
 
     Raises:
         DoesNotFitError: no solution fits in memory.
@@ -145,8 +142,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
-    """Return the options that constraints, the recipe and the change of a question allow: masks by index of the
-    variable.
+    """Return masks of the options that constraints, the recipe and the change of a question allow, by variable index.
 
     Raises:
         InvalidSpecError: see `allowed_options`.
@@ -178,8 +174,7 @@ def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
-    """Return the planning problem of a program: one variable for each group of equal nodes, with strategies as its
-    options.
+    """Return the planning problem of a program, in which each group of equal nodes is one variable.
 
     Raises:
         NotAlikeError: the program leaves out blocks, and the blocks beside them are not alike, or do not recompute

@@ -31,10 +31,8 @@ class Planned:
     """A plan, with the planner and the program that it comes from.
 
     Args:
-        planner: the planner that made the plan.
         request: the call of one micro-batch.
         program: the traced program; with stages, the program before it is cut.
-        plan: the plan.
         stage_plans: the planner of stages; None without stages.
         stages: the lowered stages; empty without stages.
     """
@@ -48,7 +46,7 @@ class Planned:
 
     @property
     def step_time_s(self) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds of a whole step."""
         return self.plan.predicted.step_time_s
 
     @property
@@ -68,8 +66,8 @@ def plan_candidates(
     Args:
         planner: the planner with the user's options. Its time budget is for all candidates together.
         candidates: the candidates, in the order in which they are planned.
-        request_of: a function from the number of micro-batches of a step to the call of one micro-batch.
-        check_stages: a function that raises `NotAvailableError` if the user's options exclude stages.
+        request_of: takes the number of micro-batches of a step; returns the call of one micro-batch.
+        check_stages: raises `NotAvailableError` if the user's options exclude stages.
 
     Raises:
         AutoshardError: no candidate has a plan. It is the error of the candidate that needs the least memory, or else
@@ -141,13 +139,9 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """Return the plan of a candidate.
+    """Return the plan of a candidate, or of its exact recipe.
 
-    If the time budget cut the search, and the candidate has no plan or a slow plan, its exact recipe is planned too.
-    Then the faster plan is returned.
-
-    Raises:
-        DoesNotFitError: neither the candidate nor its exact recipe has a plan.
+    The exact recipe is planned too if the time budget cut the search, and the candidate has no plan or a slow plan.
     """
     made, failure = None, None
     try:
@@ -171,7 +165,6 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
-    """Return the fastest plan of a candidate, over its meshes."""
     alone = replace(planner, traces=None)
     if not candidate.has_stages:
         return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
@@ -187,7 +180,7 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
-    """Return an error with advice to free the recipe's field that causes it; other errors are returned unchanged."""
+    """Add to an error the advice to free the recipe's field that causes it, if a field does."""
     if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
         return error
     return DoesNotFitError(
@@ -197,6 +190,5 @@ def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
 
 
 def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
-    """Return the error of the candidate that needs the least memory, or else the first error."""
     too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
     return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]

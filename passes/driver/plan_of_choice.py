@@ -35,9 +35,7 @@ from passes.strategies.price_nodes import NodePrices
 class LoweredPlan:
     """A plan, and the lowered program that its prediction was read from.
 
-    Args:
-        plan: the plan.
-        phased: the lowered program without Triton kernels. None if the prediction has kernels or leaves out blocks.
+    `phased` has no Triton kernels. It is None if the prediction has kernels or leaves out blocks.
     """
 
     plan: Plan
@@ -55,11 +53,9 @@ def lowered_plan(
     """Return the plan of a choice with its prediction, and the lowered program of the prediction.
 
     Args:
-        planning: the planning problem.
         choice: one option for each variable of `planning`.
         objective: seconds of the choice by the search's prices.
         lower_bound: seconds that any choice takes at least by these prices; None if no bound is known.
-        cluster, options: the hardware and the options of the search.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(
@@ -88,15 +84,11 @@ def lowered_plan(
 
 
 def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
-    """Return options under which Triton kernels are priced, but their code is not generated."""
     return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
 
 
 def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
-    """Return the memory of each rank under a choice, without overlap of collectives.
-
-    The choice is lowered once. The result is kept with the problem.
-    """
+    """Return the memory of each rank under a choice, without overlap of collectives. Each choice is lowered once."""
     known: dict[tuple[int, ...], StepMemory] = planning.derived.setdefault(_MEMORY, {})
     key = tuple(choice)
     if key not in known:
@@ -119,7 +111,7 @@ def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, clust
 
 
 def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]], float]:
-    """Return a function from a planning problem and a choice to the bytes of peak memory, see `memory_of_choice`."""
+    """Return a function from a planning problem and a choice to the peak bytes of a rank (`memory_of_choice`)."""
     return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
 
 
@@ -128,7 +120,7 @@ _PLAINLY = LoweringOptions(with_overlap=False)
 
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
-    """Return the memory of a lowered program, plus optimizer state that the program lacks (`_state_beside`)."""
+    """Return the memory of a lowered program, plus optimizer state that the program lacks."""
     parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
@@ -144,20 +136,13 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
-    """Return the Triton kernels that a plan runs with. Their code is not generated.
-
-    Args:
-        plan: the plan.
-        prepared: its program, from `prepare_for`.
-        cluster: the hardware of the prices.
-    """
+    """Return the Triton kernels that a plan runs with, without generated code. `prepared` is from `prepare_for`."""
     return _walked(prepared, plan, cluster, _with_priced_kernels(LoweringOptions(with_overlap=False)))[2]
 
 
 def _walked(
     prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
 ) -> tuple[WalkedStep, PhasedProgram, Kernels]:
-    """Return the predicted step of a plan's lowered program, the lowered program, and its priced kernels."""
     made: dict[str, PhasedProgram] = {}
     if lowering.prices_kernels:
         lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))

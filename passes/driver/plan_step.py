@@ -39,13 +39,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned:
-    """Return the fastest plan of a call.
+    """Return the fastest plan of a checked call, which has an optimizer object with the traced `update`.
 
-    Args:
-        call: the checked call, with an optimizer object instead of its name.
-        planner: the call's planner.
-        update: the traced update of its optimizer.
-        search: the outer search, see `outer_search`.
+    `search` is the result of `outer_search`.
     """
     check_stages = partial(check_pipeline, update, call)
     request_of = partial(_request, call, update if call.grad else None)
@@ -116,10 +112,7 @@ def _candidates(call: Call) -> Sequence[Candidate]:
 
 
 def _spares(call: Call) -> Sequence[Candidate]:
-    """Return the candidates that do not need the outer search, to plan if no other candidate has a plan.
-
-    The result is empty for a recipe that only the outer search can complete.
-    """
+    """Return candidates to plan as a last resort; none for a recipe that only the outer search can complete."""
     try:
         return [replace(each, is_spare=True) for each in _candidates(call)]
     except RecipeError as error:
@@ -144,11 +137,6 @@ def _plan_proposed(
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
 ) -> Planned:
-    """Return the fastest plan on the meshes of the fastest recipes, see `plan_step`.
-
-    Raises:
-        AutoshardError: no plan fits.
-    """
     start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
     planner = planner.begun()[0]
     failure: AutoshardError | None = None

@@ -84,8 +84,7 @@ fetches it from the host. The last block of T5 and of Whisper adds its gradient 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Trace, plan, lower and verify calls with the user's arguments of `compile`, for the runtime's protocol
-    `Compiler`.
+    """Traces, plans, lowers and verifies calls with the user's arguments of `compile`, as the runtime's `Compiler`.
 
     Args:
         cluster: the hardware of the prices; None: this machine.
@@ -181,7 +180,7 @@ class Planner:
         return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program still holds for these inputs and state, see `tracing.check_guards`."""
+        """Whether a traced program still holds for other inputs and state, see `tracing.check_guards`."""
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
@@ -243,7 +242,7 @@ class Planner:
     def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
         """Return `made(program)` for the program without inner blocks; None if the model needs all its blocks.
 
-        Each of `margins`, the numbers of units kept at each end, is tried in order, and removed if units are not alike.
+        The `margins` are tried in order. A margin is removed if its units are not alike.
         """
         for margin in tuple(self.margins):
             program = self.trace_with_gaps(request, margin)
@@ -257,10 +256,7 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """Return the planner with a time limit for several searches, and this limit.
-
-        If the planner has a limit already, this limit is kept.
-        """
+        """Return the planner with a time limit for several searches, and the limit. A present limit is kept."""
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
 
@@ -288,17 +284,12 @@ class Planner:
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def problem(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanningProblem:
-        """Return the planning problem of a program on a mesh."""
+        """Return the planning problem of a program on a mesh; `placed` as for `search`."""
         return planning_problem(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
-        """Return the control of a search, which shows its progress. Ctrl-C ends the search.
-
-        Raises:
-            KeyboardInterrupt: the search was ended before a choice fit.
-            DoesNotFitError: the time budget ended the search before a choice fit; the message says so.
-        """
+        """Yield the control of a search, which shows its progress. Ctrl-C ends the search with the best plan so far."""
         control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
             if show is not None:
@@ -398,11 +389,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call would run by a plan.
-
-        Raises:
-            VerificationError: the program could not be shown to equal the traced program.
-        """
+        """Return the proof of the program that a call runs by a plan; `VerificationError` if there is no proof."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
@@ -456,7 +443,7 @@ class Planner:
     def lower(
         self, program: Program, chosen: Plan, predicted: PhasedProgram | None = None
     ) -> tuple[PhasedProgram, VerificationReport | None]:
-        """Return the program of one rank, and its proof if requested.
+        """Return the program of one rank, and its proof if the user wants a proof.
 
         `predicted` is the lowered program of the prediction. It is returned if the ranks run it unchanged, for example
         without kernels.

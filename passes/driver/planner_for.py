@@ -22,9 +22,7 @@ def planner_for(
     """Return the planner of a call. `call.precision` must be the type of computation, see `precision_of`.
 
     Args:
-        call: the checked arguments.
         update: the traced update of an optimizer.
-        device: the device that runs the program.
         reduce_dtype: the type in which gradients are sent between ranks; None: their own type.
         progress: see `search_bar`.
     """

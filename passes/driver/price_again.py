@@ -24,12 +24,7 @@ from passes.solver.search_control import Ceiling
 
 
 def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe]) -> Plan:
-    """Return the plan of a recipe that a search found, with its price.
-
-    Args:
-        search: the search.
-        found, kinds: the results of `RecipeSearch.run`.
-    """
+    """Return the plan of a found recipe, with its price. `found` and `kinds` are from `RecipeSearch.run`."""
     assert found.recipe is not None, "a recipe was found"
     problem = search.problem
     call, runtime = search.call, search.call.runtime
@@ -56,11 +51,7 @@ def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, Fo
 
 @dataclass(frozen=True, slots=True)
 class PriceAgain:
-    """Search recipes again with one change, and price the fastest recipe.
-
-    Args:
-        search: the search that made the plan.
-    """
+    """Searches recipes again with one change, and prices the fastest recipe."""
 
     search: RecipeSearch
 
@@ -78,7 +69,7 @@ class PriceAgain:
         return self.search.problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """Return the kernels that the price of `plan` counts."""
+        """Return the Triton kernels that the price of `plan` counts."""
         return plan.predicted.kernels
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
@@ -101,14 +92,9 @@ class PriceAgain:
 
 
 def error_of_no_recipe(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """Return the error for a search that found no recipe.
+    """Return the error for a search that found no recipe with the allowed values `only` of fields.
 
-    Its message says that time ran out, that no recipe has the allowed values, or that no such recipe fits into memory.
-
-    Args:
-        search: the search, with its time limit and its problem.
-        found: the result of the search, which has no recipe.
-        only: the fields and allowed values to which the search was restricted.
+    Its message says that time ran out, that no recipe has the values, or that no such recipe fits into memory.
     """
     names = ", ".join(only)
     if not found.is_complete:

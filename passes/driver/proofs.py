@@ -53,10 +53,7 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program. The proof of a program with stages also has its stages and their order.
-
-    `is_added_up` says whether the gradients of several micro-batches are summed.
-    """
+    """Return the proof of a program with its stages. `is_added_up`: gradients of micro-batches are summed."""
     reports = []
     for part in program.parts:
         verify_phases(part)
@@ -93,7 +90,6 @@ def prove_model(call: Call) -> VerificationReport:
 
 
 def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the inputs of one micro-batch of a plan. Inputs that already have its size are returned unchanged."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs
@@ -102,7 +98,6 @@ def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _prove_stages(planner: Planner, request: Request, plan: Plan) -> VerificationReport:
-    """Lower the stages of a plan, and return the proof of all stages and of their order."""
     assert plan.order is not None, "a plan with stages has an order"
     pipeline = pipeline_of(plan.mesh, plan.schedule, plan.order.virtual_stages, plan.micro_batches)
     assert pipeline is not None, "an axis carries stages"

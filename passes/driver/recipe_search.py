@@ -48,7 +48,7 @@ class RecipeSearch:
 
     @property
     def time_budget_s(self) -> float:
-        """Seconds that a search may take."""
+        """Seconds that one search over recipes may take."""
         return self.call.time_budget_s
 
     def run(self) -> tuple[FoundRecipe, Mapping[str, FoundRecipe]]:
@@ -88,7 +88,6 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
     """Return the search for the fastest recipe of a call. The call's constraints are on fields of recipes.
 
     Args:
-        call: the arguments of `autoshard.plan`.
         global_batch: number of sequences in a step.
 
     Raises:
@@ -134,7 +133,6 @@ def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runti
 
 
 def _given(recipe: Recipe) -> Only:
-    """Return the searched fields that a recipe fixes, each with its one allowed value."""
     values = {name: getattr(recipe, name) for name in SEARCHED}
     return {name: (value,) for name, value in values.items() if value is not None}
 
@@ -142,10 +140,7 @@ def _given(recipe: Recipe) -> Only:
 def problem_of(
     counted: CountedModel, cluster: Cluster, base: Execution, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
-    """Return the search problem of a model's recipes.
-
-    `memory_budget` is bytes on each device; None: the device's memory.
-    """
+    """Return the search problem of a model's recipes. `memory_budget` is bytes per device; default: its memory."""
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
@@ -160,11 +155,11 @@ def base_recipe(
 
 
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
-"""A dict from the dtype of a model's parameters to the precisions of its products, the usual precision first."""
+"""Dtype of a model's parameters → the precisions of its products, the usual precision first."""
 
 
 def products_precision(model: nn.Module, asked: str | None) -> str:
-    """Return the precision of a model's products in recipes. `asked` is the user's precision; None: the model's own.
+    """Return the precision of a model's products in recipes: `asked` by the user, or the model's own.
 
     Raises:
         NotAvailableError: products of a model of this dtype do not run in this precision.
@@ -186,11 +181,7 @@ def products_precision(model: nn.Module, asked: str | None) -> str:
 
 
 def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
-    """Return the name of an optimizer in recipes.
-
-    Raises:
-        NotAvailableError: recipes do not know the optimizer.
-    """
+    """Return the name of an optimizer in recipes, such as "sgd_momentum"; `NotAvailableError` if there is none."""
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
     if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"
@@ -203,9 +194,7 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
 
 
 def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
-    """Return the error to raise if no recipe fits. Its message has the recipe with the least memory, and the largest
-    parts of this memory.
-    """
+    """Return the error if no recipe fits, with the recipe of least memory and the largest parts of the memory."""
     least = problem.smallest(ceiling=ceiling)
     kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
     if least.recipe is None:
@@ -238,7 +227,6 @@ def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
 
 
 def _without(problem: RecipeProblem, name: str) -> RecipeProblem:
-    """Return a problem without the constraint on the field `name`."""
     return replace(problem, pinned={other: values for other, values in problem.pinned.items() if other != name})
 
 

@@ -40,12 +40,8 @@ class StageSearch:
     """The search of all stages of one cut of a program.
 
     Args:
-        planner: the planner of the whole call.
         mesh: the mesh of each stage.
-        cut: the programs of the stages.
-        order: the order of tasks on each rank.
         in_flight: for each rank, the most micro-batches that it holds.
-        request: the call.
         before: a plan of the call in as many stages, with which searches begin.
         problems: a cache of planning problems for one program and its cuts. A key is the key or the number of a stage,
             or (key of a stage, "short") for a program without inner blocks.
@@ -98,10 +94,7 @@ class StageSearch:
         return self._planner_of_stage(number, None).problem(self.cut.stages[number], self.mesh, {})
 
     def _key(self, number: int) -> Hashable:
-        """Return the key of a stage that alike stages share.
-
-        It is the stage's number if a question changes this stage alone.
-        """
+        """Return the key that alike stages share; the stage's number if a question changes this stage alone."""
         stage, change = self.cut.stages[number], self.planner.change
         if change.specs and change.stage == number:
             return number
@@ -119,10 +112,7 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _planner_of_stage(self, number: int, limit: float | None) -> Planner:
-        """Return the planner for one stage within a memory limit of its rank, in bytes.
-
-        None means the call's own limit.
-        """
+        """Return the planner for one stage within a limit of its rank in bytes; None means the call's own limit."""
         change = self.planner.change
         if change.stage != number:
             change = replace(change, specs={})
@@ -144,7 +134,7 @@ class StageSearch:
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """Return the plan and program of a stage within a limit in bytes.
+        """Return a stage within a limit in bytes.
 
         If no plan fits, the limit is raised to the bytes of the smallest known plan, and these bytes go to `least`.
         """

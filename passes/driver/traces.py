@@ -19,20 +19,14 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """A store of traced programs by call and margin of left-out blocks.
-
-    Calls are equal if their fields are the same objects.
-    """
+    """A store of programs by call and margin of left-out blocks. Fields of equal calls are the same objects."""
 
     found: dict[Hashable, tuple[Request, Program | None]] = field(default_factory=dict, repr=False)
 
     def once(self, request: Request, margin: int | None, trace: Callable[[], Program | None]) -> Program | None:
         """Return the program of a call, from an earlier trace or else from `trace`.
 
-        Args:
-            request: the call.
-            margin: see `Planner.trace_with_gaps`; None: the program has all blocks.
-            trace: a function that makes the program.
+        `margin` is that of `Planner.trace_with_gaps`; None for a program with all blocks.
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
         if key not in self.found:
@@ -41,12 +35,9 @@ class Traces:
 
 
 def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
-    """Return the traced program of a call.
+    """Return the traced program of a call; without `loss_fn`, the model returns its loss.
 
-    Args:
-        request: the call.
-        loss_fn: the loss of the model's outputs; None: the model returns a loss.
-        precision: the type of computation if the model's parameters are wider.
+    `precision` is the type of computation if the model's parameters are wider.
     """
     start = time.perf_counter()
     program = tracing.trace(

@@ -28,21 +28,17 @@ from passes.questions.roles import SpecOf, has_role
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{SHARE} more memory", "twice the memory", "memory without limit"
 _MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
-"""The memory limits that `limits` tries: a dict from the name of a change to the factor on the limit."""
+"""The memory limits that `limits` tries: change in words → factor on the plan's limit."""
 
 _SAVINGS = ("recompute", "offload")
 
 Way = Mapping[str, str]
-"""A way to have a feature: a dict from a mesh axis to the role that it must have, e.g. {"model": "tensor"}."""
+"""A way to have a feature: mesh axis → the role that the axis must have, e.g. {"model": "tensor"}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Answers questions about the plans of one call. Nothing is planned before the first question.
-
-    Args:
-        replan: plans the same call again with a change.
-    """
+    """Answers questions about the plans of one call. Nothing is planned before the first question."""
 
     replan: Replan
 
@@ -50,7 +46,6 @@ class Questions:
         """Answer `Plan.explain`: plan again with each other spec that a value may have.
 
         Args:
-            plan: the plan that the question is about.
             name: qualified name of a parameter, buffer, input or output, or name of a node.
 
         Raises:
@@ -84,7 +79,6 @@ class Questions:
         """Answer `Plan.why_not`: plan again with each way to have a feature, or without it if the plan uses it.
 
         Args:
-            plan: the plan that the question is about.
             feature: name or synonym of a feature, e.g. "fsdp" (`features.NAMES`).
 
         Raises:
@@ -123,16 +117,7 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """Return the ways that the plan already uses, in words, and the cost of the fastest plan with each other way.
-
-        The cost is None for a way that does not apply to the model.
-
-        Args:
-            plan: the plan that the question is about.
-            problems: the planning problem of each stage.
-            feature: name of the feature.
-            ways: all ways in which mesh axes may have the feature.
-        """
+        """Return the ways that the plan uses, in words, and the best plan with each other way."""
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
         used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
@@ -144,15 +129,7 @@ class Questions:
         return ", ".join(used), found
 
     def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
-        """Return the costs of the fastest plans under restrictions of recipes, and an error message.
-
-        The cost is None if the restriction does not apply to the model. A restriction whose planning raises
-        `NotAvailableError` has no cost. The message is that of the last such error, or "".
-
-        Args:
-            plan: the plan that the question is about.
-            ways: pairs of a name, and allowed values of recipe fields.
-        """
+        """Return the best plan under each restriction of recipes, and the last `NotAvailableError`'s message or ""."""
         found, missing = list[Variant | None](), ""
         for name, restricted in ways:
             try:
@@ -162,10 +139,7 @@ class Questions:
         return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
-        """Return the cost of the fastest plan with a change; None if the change does not apply to the model.
-
-        `name` is the change in words, which the result contains.
-        """
+        """Return the fastest plan's cost with a change, under a name; None if the change cannot apply to the model."""
         try:
             found = self._plan_again(plan, change)
         except RecipeError:
@@ -174,7 +148,6 @@ class Questions:
         return Variant(words, **_figures(found))
 
     def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
-        """Return the cost of the fastest plan in which a site has a spec; `fits` is False for an excluded spec."""
         try:
             return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
         except RecipeError:
@@ -188,7 +161,7 @@ class Questions:
 
 
 def outcome_of(plan: Plan) -> Outcome:
-    """Return the predicted cost of a plan as an `Outcome`."""
+    """Return the predicted cost of a plan, in the form in which answers show and compare costs."""
     return Outcome(
         fits=True,
         step_time_s=plan.predicted.step_time_s,
@@ -200,10 +173,7 @@ def outcome_of(plan: Plan) -> Outcome:
 
 
 def fastest_first(item: Outcome) -> tuple[bool, float]:
-    """Return a sort key of outcomes.
-
-    Outcomes that fit come first, by step time. The other outcomes follow, by the memory that they need.
-    """
+    """Return a sort key: outcomes that fit come first, by step time; the rest follow by the memory that they need."""
     return not item.fits, item.step_time_s if item.step_time_s is not None else float(item.smallest_bytes or 0)
 
 
@@ -219,10 +189,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """Return in words how the pipeline stages or the recipe of a plan use a feature, e.g. "of 4 stages".
-
-    Return "" if neither uses the feature.
-    """
+    """Return in words how the stages or the recipe use a feature, e.g. "of 4 stages"; "" if they do not."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
@@ -231,7 +198,7 @@ def _use(plan: Plan, feature: str) -> str:
 
 
 def _saved(plan: Plan, feature: str) -> int:
-    """Return the number of values that all stages recompute, or that they offload if `feature` is "offload"."""
+    """Return the number of values that all stages together recompute or offload."""
     found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
     return sum(len(names) for each in found for names in each.values())
 
@@ -246,7 +213,7 @@ def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
 
 
 def _over(way: Way) -> str:
-    """Return the mesh axes of a `Way` in words: "over data", or for HSDP "over model, copied over data"."""
+    """Return a way in words: "over data", or for HSDP "over model, copied over data"."""
     first, *others = way
     return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
 
@@ -264,11 +231,7 @@ def _specs_of(plan: Plan) -> SpecOf:
 
 
 def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, str]:
-    """Return the stage and the site of a value, given its qualified name or the name of its node.
-
-    Raises:
-        InvalidSpecError: no stage has a value of this name.
-    """
+    """Return the stage and the site of a value, given its qualified name or the name of its node."""
     for stage, planning in enumerate(problems):
         sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
         if name in sites:
@@ -281,7 +244,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a name is internal, so that no user chose it: for example, the name of a value that stages exchange."""
+    """Whether the cut into stages made up this name, e.g. for a value that stages exchange."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
@@ -299,9 +262,6 @@ def _shape(planning: PlanningProblem, site_name: str) -> tuple[int, ...]:
 
 
 def _names_of(planning: PlanningProblem, variable: int) -> Sequence[str]:
-    """Return the names of the values whose spec a variable decides.
-
-    A value without a qualified name has the name of its node.
-    """
+    """Return the names of all values that share a spec: the qualified name, or else the name of the value's node."""
     names = {site: name for name, site in constrainable(planning.space).items()}
     return [names.get(site, site) for site in planning.members[variable]]

@@ -54,21 +54,14 @@ _HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_pa
 _STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 
 Tally = Mapping[str, Any]
-"""The numbers of a layer class: a dict from a name ("flops", "saved_bytes", "forward tensor") to a value.
-
-Each value is for one micro-batch on one rank.
-"""
+"""The numbers of a layer class for one micro-batch on one rank, by name ("flops", "saved_bytes", "forward tensor")."""
 
 
 @dataclass
 class CountsOfPrice:
-    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made.
+    """The counts (`formulas.Counts`) of a plan that `autoshard.price` made for example inputs `args`, `kwargs`.
 
-    Args:
-        fold: takes example inputs (args, kwargs); returns the model sorted into layer classes.
-        args, kwargs: the example inputs.
-        recipe: the recipe that is priced.
-        cluster: the hardware.
+    `fold` takes example inputs (args, kwargs), and returns the model sorted into layer classes.
     """
 
     fold: Callable[[tuple[Any, ...], Mapping[str, Any]], PricedModel]
@@ -150,7 +143,7 @@ class CountsOfPrice:
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """Return a dict from (layer class, name of a number) to the number's values on the grid of `_trials`."""
+        """Return the values of each number on the grid of `_trials`, by (layer class, name of the number)."""
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
@@ -162,10 +155,7 @@ class CountsOfPrice:
 
 
 def _numbers_of(price: LayerPrice) -> dict[str, float]:
-    """Return the numbers of a layer class by name.
-
-    For example, "forward tensor" is the bytes of the forward's collectives over the axis "tensor".
-    """
+    """Return numbers by name; "forward tensor" is the bytes of the forward's collectives over the axis "tensor"."""
     found = {name: getattr(price, name) for name in _HELD}
     found["flops"] = price.forward.busy.flops + price.backward.busy.flops
     for phase, name in ((price.forward, "forward"), (price.backward, "backward")):
@@ -180,15 +170,11 @@ def _no_phase(name: str) -> PhasePrice:
 
 
 def _inverse(axis: str) -> sympy.Symbol:
-    """Return the symbol that stands for 1 / (size of an axis)."""
     return size_symbol(f"1/{axis}")
 
 
 def _over(name: str, sent: Mapping[str, Any]) -> Any:
-    """Return the bytes sent over the axis in the name of a quantity, or over all axes if it names none.
-
-    `sent` has the bytes sent over each axis.
-    """
+    """Return the bytes sent over the axis in the quantity's name, or over all axes if it names none."""
     return sum(size for axis, size in sent.items() if name in (COMMUNICATION, f"{COMMUNICATION}_{axis}"))
 
 
@@ -196,11 +182,7 @@ def _over(name: str, sent: Mapping[str, Any]) -> Any:
 class _RecipeCounts:
     """Computes the quantities of a recipe from the tallies of its layer classes.
 
-    Args:
-        recipe: the recipe; its flags, dtypes and schedule are used, its sizes are not.
-        batch: number of sequences of a step.
-        micro_batch: number of sequences in one forward of one data-parallel replica.
-        axes: a dict from "data", "context", "tensor", "expert" and "pipeline" to the size of the axis.
+    `batch` is the sequences of a step, and `micro_batch` those in one forward of one data-parallel replica.
     """
 
     recipe: Execution
@@ -209,7 +191,7 @@ class _RecipeCounts:
     axes: Mapping[str, Any]
 
     def of(self, name: str, layer: str, tally: Tally) -> Any:
-        """Return the part of quantity `name` that comes from one block of a layer class, or from an end of the model.
+        """Return the part of a quantity that comes from one block of a layer class, or from an end of the model.
 
         Quantities of a rank are means over pipeline ranks.
         """
@@ -232,9 +214,8 @@ class _RecipeCounts:
         return whole["parameters"] + whole["expert_parameters"]
 
     def sent_between_stages(self, blocks: Sequence[Tally]) -> dict[str, Any]:
-        """Return a dict from an axis to the bytes that a rank sends over it in a step for values between stages.
-
-        The bytes are those of forward and backward together.
+        """Return the bytes by axis that a rank sends in a step for values between stages, in forward and backward
+        together.
 
         Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.
         """
@@ -247,7 +228,6 @@ class _RecipeCounts:
         return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
 
     def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
-        """Return a tally in which the symbols are replaced by `micro_batch` and by the sizes `axes`."""
         at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
         return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
 
@@ -259,9 +239,6 @@ class _RecipeCounts:
         """Return the bytes that each rank sends in a step for a layer class, by axis.
 
         Collectives over several axes at once count as "data".
-
-        Raises:
-            FormulaError: experts' dispatch is merged, so the bytes depend on values.
         """
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
@@ -279,10 +256,6 @@ class _RecipeCounts:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
         The times of these collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
-
-        Args:
-            dense: number of parameters outside of experts.
-            expert: number of parameters of experts.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]

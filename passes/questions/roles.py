@@ -12,7 +12,7 @@ from passes.planning.parameter_uses import gradient_of, uses_of
 from passes.planning.restrictions import matrices, users
 
 SpecOf = Callable[[str], tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]]
-"""A function that takes a site's name and returns the specs of its operands and of its results, in a plan."""
+"""Takes a site's name and returns the specs of its operands and of its results, in a plan."""
 
 
 Stages = Sequence[tuple[PlanningProblem, SpecOf]]
@@ -24,10 +24,6 @@ def role_of(stages: Stages, axis: str) -> str:
 
     An axis may have different roles for different matrices. The role with the most elements of matrices counts. Roles
     other than "tensor" also require that the axis splits activations.
-
-    Args:
-        stages: stages of the plan.
-        axis: an axis of the stages' meshes.
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     for planning, specs in stages:

@@ -16,13 +16,9 @@ from cost_models.formulas import Size, size_symbol
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """A block of a program.
+    """A block of a program: position and kind in the list of blocks at `path`. Blocks of one kind are equal.
 
-    Args:
-        path: path of the list that contains the block ("model.layers").
-        kind: number of its kind; blocks of one kind are equal.
-        position: its position in the list.
-        stands_for: the number of the model's blocks that it represents; more than one if the program leaves out blocks.
+    `stands_for` is the number of the model's blocks that it represents: more than one if the program leaves out blocks.
     """
 
     path: str
@@ -56,10 +52,7 @@ def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
 def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fixed: Collection[str] = ()) -> Size:
     """Return the sum of counts as an expression, linear in the number of blocks of each kind.
 
-    Args:
-        counts: counts of operations, each with its block.
-        symbols: result of `block_symbols`.
-        fixed: symbols that are replaced by their numbers.
+    `symbols` is from `block_symbols`, and symbols in `fixed` are replaced by their numbers.
 
     Raises:
         FormulaError: blocks of one kind have different counts.
@@ -82,10 +75,7 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
 
 
 def _linear(symbol: str, blocks: Sequence[Any]) -> Size:
-    """Return the sum over blocks: symbol times the count of an inner block, plus a constant for first and last block.
-
-    `blocks` has the counts of the traced blocks of one kind, in order.
-    """
+    """Return the sum over `blocks`: symbol times the count of an inner block, plus a constant for first and last."""
     between = blocks[1:-1] or blocks
     if any(item != between[0] for item in between):
         raise FormulaError(
