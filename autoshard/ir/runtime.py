@@ -1,4 +1,4 @@
-"""Runtimes that execute training steps: our own is `compile`; other frameworks have profiles that price their runs."""
+"""Runtimes that execute training steps: our own, and profiles of other frameworks for pricing their runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Runtime:
     """How a framework executes a recipe.
 
     Args:
-        name: name of the framework.
         early_stop: recomputation of a block ends with the last value that the backward needs, before the block's last
             product (torch's checkpoints that are not reentrant).
         attention: kernel of fused attention, by the device's names ("flash2"); None: the device's usual kernel.
@@ -155,7 +154,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 
 def runtime_named(given: str | Runtime | None) -> Runtime | None:
-    """Return the profile of another framework, or None for our own runtime.
+    """Return the profile of another framework, or None for our own runtime (None or "autoshard").
 
     Raises:
         NotAvailableError: no runtime has this name. The message lists the known names.
