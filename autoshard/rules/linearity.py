@@ -61,7 +61,7 @@ def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
 def _passes(rule: BoundRule, group: Collection[int], ranges: Sequence[Range]) -> bool:
     """Whether a partial sum in the operands `group` may pass: all other operands meet their conditions `rule.beside`.
 
-    With an empty group the answer is True, because the results are zero.
+    True for an empty group, because the results are zero.
     """
     return not group or all(
         _is_safe(rule.beside.get(index, OperandCondition.FINITE), found)
