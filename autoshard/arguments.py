@@ -92,10 +92,9 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def checked_plan(plan: Any) -> Plan | None:
-    """Return the plan that `compile` is given, read from its file if `plan` is a path; None for None.
+    """Return the plan for `compile`, read from its file if `plan` is a path; None for None.
 
-    Raises:
-        PlanMismatchError: the argument is no plan, or the plan prices a recipe in another framework.
+    Raises `PlanMismatchError` if the argument is no plan, or prices a recipe in another framework.
     """
     if plan is None:
         return None

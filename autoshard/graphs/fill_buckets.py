@@ -124,14 +124,12 @@ def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
 
 @dataclass(slots=True)
 class _Filling:
-    """Copies a graph and rewrites its buckets on the way.
+    """Copies a graph and rewrites its buckets on the way. The dicts have the `cat` call of a bucket as the key.
 
     Args:
-        buckets: members of each bucket, by the bucket's `cat` call.
-        made: the new graph.
-        copies: copy in `made` of each node of `graph`.
-        parts: call of `split_with_sizes` in `made` that cuts a bucket's buffer into members, by `cat` call.
-        given: indices of members that are inputs, by `cat` call. They are copied once the buffer is allocated.
+        copies: copy in `made`, the new graph, of each node of `graph`.
+        parts: the `split_with_sizes` call in `made` that cuts the bucket's buffer into members.
+        given: indices of members that are inputs. They are copied once the buffer is allocated.
     """
 
     graph: fx.Graph

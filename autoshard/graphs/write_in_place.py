@@ -91,10 +91,7 @@ class _Writing:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
-        """Replace the functional update `node` by `twin`, which overwrites the parameter and the state.
-
-        If a later call reads one of these operands, `twin` overwrites a clone of the operand.
-        """
+        """Replace the functional update `node` by `twin` in place, on clones of operands that later calls read."""
         selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
         operands = [index for index in range(max(1, count) + 1) if index != _GRADIENT]

@@ -101,7 +101,7 @@ def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bo
 
 
 def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Tensor:
-    """Return the padded local tensor for a DTensor's local `chunk` of a value of global `shape`; the padding is zeros.
+    """Return the local tensor, padded with zeros, for DTensor's `chunk` of a value of global `shape`.
 
     Raises `InvalidSpecError` if DTensor splits the value into other pieces. `unpad_local` is the inverse.
     """
@@ -115,10 +115,7 @@ def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[in
 
 
 def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> Tensor:
-    """Return the DTensor chunk of `rank`, contiguous: its padded `local` tensor without the padding.
-
-    `shape` is the value's global shape. Raises `InvalidSpecError` if DTensor splits the value into other pieces.
-    """
+    """Return DTensor's contiguous chunk for `rank`'s padded `local` tensor; arguments and errors as for `pad_local`."""
     _check_matches(spec, mesh, shape)
     for dim, size in enumerate(unpadded_shape(spec, mesh, shape, rank)):
         local = local.narrow(dim, 0, size)

@@ -57,12 +57,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A tensor of the record: a strided view of a memory.
-
-    Args:
-        memory: number of the memory.
-        shape, stride, offset: place of the elements in the memory, counted in elements as in torch.
-    """
+    """A tensor of the record: a strided view, counted in elements as in torch, of the memory with number `memory`."""
 
     memory: int
     shape: tuple[int, ...]
@@ -85,8 +80,7 @@ class StridedView:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """Return the box that the view's elements cover in a contiguous tensor of `shape`, and the box's dim for each
-        view dim.
+        """Return the box that the view covers in a contiguous tensor of `shape`, and the box's dim for each view dim.
 
         None if the elements cover no box.
         """

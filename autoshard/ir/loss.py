@@ -32,10 +32,8 @@ class Output(NamedTuple):
 def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
     """Return the loss of a training step: the first floating scalar among `outputs`, which may be in any order.
 
-    `tangents` are the names of the backward's gradient inputs.
-
-    Raises:
-        TraceError: no output is a floating scalar, or the first floating scalar depends on no parameter.
+    `tangents` has the names of the backward's gradient inputs. Raises `TraceError` if there is no such scalar, or if
+    the first one depends on no parameter.
     """
     scalars = [output for output in outputs if output.is_scalar]
     if not scalars:

@@ -129,11 +129,7 @@ class LossWeights:
     branches: Branches | None = None
 
     def of_parts(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weight of each of `parts` micro-batches in the batch's loss.
-
-        Raises:
-            NotAvailableError: the loss is no sum over micro-batches, or terms weigh these inputs differently.
-        """
+        """Return the weight of each of `parts` micro-batches; raise `NotAvailableError` if they have no weights."""
         if self.refusal is not None:
             raise NotAvailableError(self.refusal)
         weighed = [term.weights(parts, read) for term in self.terms]

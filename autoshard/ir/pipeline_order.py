@@ -43,11 +43,9 @@ class Work(StrEnum):
 
 
 class Message(NamedTuple):
-    """A value that a stage makes for a neighbour: its output, or the gradient of its input.
+    """A value that stage `stage` makes for a neighbour.
 
-    Args:
-        stage: the stage that makes the value.
-        is_forward: whether the value is an output for the next stage, rather than a gradient for the previous stage.
+    It is an output for the next stage (`is_forward`), or a gradient for the previous stage.
     """
 
     stage: int
@@ -68,9 +66,7 @@ class Message(NamedTuple):
 class StageTask:
     """One task of a rank. `1SEND_F0` is stage 1's send of its output of micro-batch 0.
 
-    Args:
-        stage: the working stage; for a receive, the stage that reads the message.
-        tag: tag of a transfer's message, equal at both ends.
+    `stage` is the working stage; for a receive, the reading stage. `tag` is equal at both ends of a transfer.
     """
 
     work: Work

@@ -201,15 +201,12 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the forward's nodes that the backward computes a second time, by module path.
-
-        Blocks that the plan leaves out (`repeats`) list the nodes of the blocks that stand for them.
-        """
+        """Names of forward nodes that the backward computes again, by module path, left-out blocks included."""
         return by_module(self.recompute.nodes, self.repeats)
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the forward's nodes whose values wait in host memory for the backward, by module path."""
+        """Names of forward nodes whose values wait in host memory for the backward, by module path."""
         return by_module(self.offload.nodes, self.repeats)
 
     @property

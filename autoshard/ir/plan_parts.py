@@ -78,12 +78,7 @@ class OperatorCoverage:
 
 
 class Communication(NamedTuple):
-    """Seconds of a step's communication over one mesh axis.
-
-    Args:
-        exposed_s: seconds in which computation waits for communication.
-        hidden_s: seconds of communication beside computation.
-    """
+    """Seconds of communication over one mesh axis in a step, exposed (computation waits) or beside computation."""
 
     exposed_s: float
     hidden_s: float

@@ -49,10 +49,9 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def effective_precision(model: nn.Module, precision: str | None) -> str | None:
-    """Return `precision` if some parameter of the model is wider, or None if the parameters already have this type.
+    """Return `precision` if some parameter is wider, or None if the parameters already have this type.
 
-    Raises:
-        NotAvailableError: the precision is unknown, or the parameters have another type that is not wider.
+    Raises `NotAvailableError` if the precision is unknown, or the parameters have another type that is not wider.
     """
     if precision is None:
         return None

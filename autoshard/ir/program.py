@@ -65,10 +65,7 @@ _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_G
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """One input: the name of its placeholder node, its kind, and its qualified name.
-
-    `aliases` has the further names of a tied parameter.
-    """
+    """One input: its placeholder's node name, its kind and qualified name, and the `aliases` of a tied parameter."""
 
     node: str
     kind: InputKind

@@ -90,11 +90,9 @@ class AttributeGuard:
 
 @dataclass(frozen=True, slots=True)
 class ContentGuard:
-    """Guard on the content of a dict, list, set, deque, array of objects or object with slots.
+    """Guard on the items of a dict (keys, then values), list, set, deque, array of objects or object with slots.
 
-    Args:
-        title: name of the container for messages: "layers.0.sizes".
-        items: content in the trace: keys and values of a dict, elements of any other container.
+    `title` is the path of the container for messages: "layers.0.sizes".
     """
 
     title: str

@@ -39,10 +39,7 @@ def is_container(value: Any) -> bool:
 
 
 def items_of(value: Any) -> tuple[Any, ...]:
-    """Return the content of a container, or the values of an object's slots.
-
-    The content is the keys and values of a mapping, or the elements of any other container.
-    """
+    """Return a mapping's keys and values, another container's elements, or the values of an object's slots."""
     if isinstance(value, Mapping):
         return (*value.keys(), *value.values())
     if isinstance(value, np.ndarray):

@@ -245,10 +245,7 @@ _decided_of = attrgetter(*DECIDED)
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
-    """Check the recipe's choices and flags, `values` in the order of `_CHOICES` and `_FLAGS`.
-
-    The function is cached, because a search makes many recipes with equal values.
-    """
+    """Check the values of `_CHOICES` and `_FLAGS`, in this order; cached, because searches repeat values."""
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
         if value is not None:
             check_field(name, value)

@@ -42,8 +42,7 @@ class Repeat:
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
-        """Return the unit of a module or parameter, as an index into `units`, and its path within the unit: (2,
-        "0.mlp.weight").
+        """Return the unit of a module or parameter, as an index into `units`, and its path within: (2, "0.mlp.weight").
 
         None if `path` is in none of these four units.
         """
@@ -66,8 +65,7 @@ class Repeat:
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """Return the number of the first block of `path`'s unit, and the path of the same place in the unit behind the
-        gap.
+        """Return the number of the first block of `path`'s unit, and the path of its place in the unit behind the gap.
 
         None if `path` is neither in a left-out unit nor in the first unit behind the gap.
         """
@@ -101,10 +99,7 @@ class Repeat:
 
 
 def names_represented_by(repeats: tuple[Repeat, ...], name: str) -> tuple[str, ...]:
-    """Return the names in the whole model that a slot's name represents, the name itself last.
-
-    A slot's name is a path, or a kind and a path: "exp_avg:layers.30.weight".
-    """
+    """Return the names in the whole model that a slot's name ("exp_avg:layers.30.weight") represents, itself last."""
     prefix, colon, path = name.rpartition(":")
     for repeat in repeats:
         if repeat.place(path) is not None:

@@ -10,10 +10,7 @@ from autoshard.ir.repeat import Repeat, names_represented_by
 
 @dataclass(frozen=True, slots=True)
 class RestoredNode:
-    """The forward's node `name`, whose value returns just before the backward's node `before`.
-
-    `module` is the path of the module that issued the forward's node.
-    """
+    """The forward's node `name`, issued by `module`, whose value returns just before the backward's node `before`."""
 
     name: str
     before: str

@@ -154,11 +154,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 
 def runtime_named(given: str | Runtime | None) -> Runtime | None:
-    """Return the profile of another framework, or None for our own runtime (None or "autoshard").
-
-    Raises:
-        NotAvailableError: no runtime has this name. The message lists the known names.
-    """
+    """Return another framework's profile, or None for our own; raise `NotAvailableError` for an unknown name."""
     if given in (None, AUTOSHARD) or isinstance(given, Runtime):
         return given if isinstance(given, Runtime) else None
     if given not in RUNTIMES:

@@ -179,10 +179,7 @@ class SpecGraph:
         return range(int(self.starts[node]), int(end))
 
     def distances_to(self, targets: Sequence[int], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the length of the shortest path from every node to each of the nodes `targets`, [nodes, targets].
-
-        `weights` are the lengths of the edges, at least zero, [edges].
-        """
+        """Return the shortest distance from every node to each target, [nodes, targets], for edge lengths `weights`."""
         result = np.full((len(self.specs), len(targets)), np.inf)
         result[targets, np.arange(len(targets))] = 0.0
         if not self.moves:

@@ -26,10 +26,7 @@ _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """Return the name of a slot whose value crosses stages, from the name of the value's node.
-
-    `is_of_weights`: the value is computed from parameters alone.
-    """
+    """Return the name of a slot whose value crosses stages; `is_of_weights`: the value comes from parameters alone."""
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
 
@@ -110,10 +107,7 @@ class StagedProgram:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def sent_slot(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
-        """Return the slot of the value that stage `maker` sends under this name.
-
-        The value is an output of the maker's forward, or a gradient of its backward.
-        """
+        """Return the slot that stage `maker` sends under this name: an output, or a gradient of the backward."""
         kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
         slots = self.stages[maker].phased.lowered.outputs
         return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))

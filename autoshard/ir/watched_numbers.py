@@ -57,12 +57,7 @@ _IS_WATCHING: ContextVar[bool] = ContextVar("autoshard_is_watching", default=Fal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attribute:
-    """A number of type `kind` in an attribute of an object, as an expression.
-
-    Args:
-        title: name of the object for messages: "layers.0".
-        name: name of the attribute in the object's `vars`.
-    """
+    """A number of type `kind` in attribute `name` of an object's `vars`, as an expression (`title`: for messages)."""
 
     title: str
     holder: Any

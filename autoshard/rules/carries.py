@@ -128,10 +128,7 @@ def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
-    """Return carries into result index `result` alone of a call with `results` results.
-
-    `carries` are those of a call with this one result.
-    """
+    """Return carries into result `result` alone of a call with `results` results, from the carries of this result."""
     return [
         Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))
         for carry in carries

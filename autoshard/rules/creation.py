@@ -69,10 +69,7 @@ def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, *
 
 
 def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
-    """Return the rule of an operator that takes dtype and device from `x`, and makes a tensor of shape `size`.
-
-    `x` is split like the result if their shapes are equal, and whole otherwise.
-    """
+    """Return the rule of an operator that makes a tensor of shape `size` with dtype and device of `x`."""
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
     return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local, padding={})

@@ -100,10 +100,7 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
-    """Return the strategy in which the mesh axes make these choices, in the order of the mesh.
-
-    None if the choices do not fit together, or if no spec expresses the strategy.
-    """
+    """Return the strategy in which the mesh axes make these choices, in order; None if they do not fit together."""
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
         for factor in choice.factors if isinstance(choice, Split) else ():

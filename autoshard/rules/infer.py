@@ -242,10 +242,7 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 
 
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """Return the set of outcomes of each result that held in all trials.
-
-    The sets are empty if the dims of `tie` could not be split at two different sizes.
-    """
+    """Return each result's outcomes that held in all trials; none unless `tie` was split at two different sizes."""
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
         for x in trials[0].results
@@ -289,10 +286,7 @@ def _cut(
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether the results `parts` of all pieces make up `whole` in the way `outcome`.
-
-    A part is None if the operator refused the operands of its piece.
-    """
+    """Whether the results `parts` (None: the operator refused) make up `whole` in the way `outcome`."""
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
         return False

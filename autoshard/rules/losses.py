@@ -122,10 +122,7 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 def nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> Rule | None:
-    """Return no rule (None) for a single row. With the reduction "sum", split rows make the result a partial sum.
-
-    A mean is the sum of losses, divided by the total weight of all rows; the rewrite all-reduces both.
-    """
+    """Return no rule (None) for a single row; a mean's rewrite all-reduces the losses' sum and the total weight."""
     if x.dim() != 2:
         return None
     return _nll(2, weight is not None, reduction)
@@ -153,10 +150,7 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
 
 
 def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
-    """Return carries of sums into both results, the loss and the total weight.
-
-    The loss is linear in its operand. It is linear in the class weights too, unless it is divided by the total weight.
-    """
+    """Return carries of sums into the loss and the total weight; a mean is not linear in the class weights."""
     of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
     total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
     return sums_by_result([linear_result((0, 2), (0,), *of_weight), total])
@@ -290,8 +284,5 @@ def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -
 
 
 def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-    """Emit the operator on the rank's piece, and multiply its result by the piece's share of all elements.
-
-    The sum of these products over all ranks is the mean over the whole. Gradients of a mean are scaled in the same way.
-    """
+    """Emit the operator on the piece, scaled by the piece's share of all elements, so that ranks' results add up."""
     return context.call(aten.div.Scalar, context.default(*args, **kwargs), whole_to_piece(context, context.factors))

@@ -63,10 +63,7 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
 
 
 def affine(weights: Sequence[torch.Tensor | None], results: int) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the first of `results` results, affine in both.
-
-    `weights` are the weight, and the bias if the operator has one; an absent tensor is None.
-    """
+    """Return carries through weight and bias (None if absent) into the first of `results` results, affine in both."""
     present = tensors(*weights)
     if not present:
         return []

@@ -39,10 +39,7 @@ _INTEGER_DIVISIONS = frozenset(
 def padding_of(
     operator: Any, rule: Rule, bound: BoundRule, dtypes: Sequence[torch.dtype]
 ) -> Mapping[str, tuple[Fill, ...]]:
-    """Return the fill value of each operand's padding, by factor, for the factors that may be split unevenly.
-
-    `dtypes` are those of the tensor operands. A fill value of None leaves the padding of an operand unchanged.
-    """
+    """Return the fill value (None: no fill) of each operand's padding, by factor that may be split unevenly."""
     if rule.local is not None and rule.padding is None:
         return {}
     even = set(rule.even)

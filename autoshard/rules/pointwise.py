@@ -247,10 +247,7 @@ def _is_finite(number: Any) -> bool:
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """Sums pass only if the number is 0, because each rank would add the number.
-
-    Maxima of integers do not pass, because the identity of a maximum would wrap round.
-    """
+    """Sums pass only for the number 0, which all ranks add. Maxima of integers do not: their identity would wrap."""
     if other == 0 and _keeps_type(x, other):
         return _rule([x], _in_first([x]), moving((0,)))
     return _rule([x], (), _if(x.is_floating_point() and _is_finite(other), increasing((0,))))
@@ -303,10 +300,7 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """Partial products pass for whole exponents except 0, and all partial values for the exponent 1.
-
-    Partial maxima and minima of floats pass for odd exponents above 0.
-    """
+    """Products pass for whole exponents except 0, maxima of floats for odd exponents above 0, all values for 1."""
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1

@@ -157,10 +157,7 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _without_values(context: LocalContext, x: Any, split: Sequence[Halo]) -> Any:
-    """Emit an empty tensor with the shape of `x` after its extension by the halos `split`; `x` itself without halos.
-
-    It stands for `x`, operand 1, in calls that only read the operand's shape.
-    """
+    """Emit an empty tensor in the shape of `x`, operand 1, with halos, for calls that only read the operand's shape."""
     if not split:
         return x
     shape = context.input_shape(1)

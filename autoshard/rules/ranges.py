@@ -130,10 +130,7 @@ def _either(ranges: Iterable[Range]) -> Range:
 
 
 def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
-    """Register the decorated function for the aten operators in `names`, separated by spaces.
-
-    "sum" stands for all overloads of the operator, "max.dim" for one overload.
-    """
+    """Register the function for aten operators: all overloads for "sum", one overload for "max.dim"."""
 
     def register(function: _RangeFunction) -> _RangeFunction:
         for name in names.split():
@@ -376,10 +373,7 @@ def _inverse(divisor: Range) -> Range:
 
 
 def _power(base: Range, exponent: float) -> Range:
-    """Return the range of `base` to the power 2, 0.5, -0.5, -1 or -2; all numbers for other exponents.
-
-    The root of a negative number is NaN, which ranges ignore.
-    """
+    """Return the range of `base` to the power 2, 0.5, -0.5, -1 or -2; all numbers for others. Ranges ignore NaN."""
     if exponent == 2:
         ends = [_times(bound, bound) for bound in (base.low, base.high)]
         return Range(min(ends) if base.excludes_zero else 0.0, max(ends))

@@ -188,10 +188,7 @@ def _place(function: RuleFunction) -> str:
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
-    """Whether `dtype` is a narrow integer and some result has another dtype.
-
-    Then addends of type `dtype` may have wrapped round, and the sum of the results over ranks would be wrong.
-    """
+    """Whether results have another dtype than a narrow integer operand, whose addends may have wrapped round."""
     is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
     return is_narrow and any(result.dtype != dtype for result in results)
 
@@ -217,10 +214,8 @@ def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], resul
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run one call on the "meta" device and return its tensor results, which have shapes and dtypes but no values.
 
-    If shapes depend on values (a mask as an index), the call runs on the real operands.
-
-    Raises:
-        NotImplementedError: shapes depend on values, and an operand is on "meta" or fake.
+    If shapes depend on values (a mask as an index), the call runs on the real operands. Raises `NotImplementedError` if
+    one of them has no values.
     """
     named: dict[str, Any] = dict(_on_meta(kwargs))
     if any(argument.name == "device" for argument in operator._schema.arguments):

@@ -78,10 +78,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws operands for a call from `sample`, operands that the call accepts.
-
-    `generator` draws all random numbers, with a fixed seed, so that inferred rules are reproducible.
-    """
+    """Draws operands for a call from an accepted `sample`, by a fixed seed, so that inferred rules are reproducible."""
 
     call: SampledCall
     sample: tuple[Tensor, ...]
