@@ -222,7 +222,7 @@ def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
 
 
 def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | None:
-    """Return the dtype in which gradients are sent between ranks; raise `NotAvailableError` for an unsuitable model."""
+    """Return the dtype in which ranks send gradients, or None; raise `NotAvailableError` if unknown or unsuitable."""
     if reduce_dtype is None:
         return None
     if reduce_dtype != "bf16":

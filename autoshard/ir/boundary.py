@@ -226,7 +226,7 @@ def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Non
 
 
 def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the elements, less padding, of a dim of `size` split by `axes` on the rank at `place` (axis to index)."""
+    """Return the number of elements, less padding, of a dim of `size` split by `axes`, on the rank at `place`."""
     real = size
     for axis in axes:
         size = -(-size // mesh.axis_size(axis))
@@ -235,7 +235,7 @@ def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, i
 
 
 def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the elements of DTensor's chunk, arguments as for `_real_size`; each axis chunks the unpadded size."""
+    """Return the number of elements in DTensor's chunk, for the same arguments; each axis chunks the unpadded size."""
     for axis in axes:
         full = -(-size // mesh.axis_size(axis))
         size = min(max(size - place[axis] * full, 0), full)

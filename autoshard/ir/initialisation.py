@@ -179,7 +179,7 @@ class Initialisation:
         return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
 
     def sources(self) -> dict[str, frozenset[str]]:
-        """Return, by weight, the names of the weights whose values before initialisation it depends on.
+        """Return, by weight, the names of the weights whose values before initialisation determine its final value.
 
         A weight that no operation writes depends on itself.
         """

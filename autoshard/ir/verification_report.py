@@ -53,7 +53,7 @@ class VerificationReport:
         return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON data."""
+        """Return the fields as JSON data, with the mesh as a dict from axis to size."""
         return {**asdict(self), "mesh": dict(self.mesh.axes)}
 
     def __str__(self) -> str:

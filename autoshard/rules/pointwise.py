@@ -300,7 +300,7 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """Products pass for whole exponents except 0, maxima of floats for odd exponents above 0, all values for 1."""
+    """Products pass for whole exponents except 0, maxima of floats for odd ones above 0, all partial values for 1."""
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1

@@ -121,7 +121,7 @@ def inferred_operators() -> dict[str, tuple[str, ...]]:
 
 
 def find_rule(operator: Any) -> RuleFunction | None:
-    """Return the rule function of a registered operator, or None."""
+    """Return the rule function that is registered for an operator, or None."""
     return _rules.get(operator) or _rules.get(str(operator))
 
 
