@@ -41,9 +41,11 @@ class RankSampler(Sampler[int]):
     Args:
         length: samples of the dataset. Samples behind the last whole batch are not drawn.
         global_batch: samples of a batch on all ranks.
-        pieces: number of equal pieces, over ranks, of each micro-batch; `index`: number of this rank's piece.
+        pieces: number of equal pieces of each micro-batch, over ranks.
+        index: number of this rank's piece.
         micro_batches: number of equal parts of a batch, run one after another. This rank has rows in every part.
-        shuffle: draw each epoch in another random order by `seed`, the same on all ranks.
+        shuffle: draw each epoch in another random order, the same on all ranks.
+        seed: seed of the random order.
         layout: placement of this rank's rows for `whole`; None if this rank has the whole batch.
     """
 

@@ -92,12 +92,14 @@ class Plan:
     """A program's layout on a mesh, with its predicted cost.
 
     Args:
+        mesh: axes and sizes of the mesh, with the axis of the pipeline.
         program_digest: digest of the traced program that the plan belongs to.
         inputs: for each input name, the text `dtype[shape]`, such as "f32[2, 8]". Error messages compare a call's
             inputs with these texts.
         nodes: specs of operands and results of every node of the traced program, by node name.
         outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
         parameters: layout of each parameter, by qualified name.
+        predicted: predicted time and memory of a step.
         objective: the sum that the search minimised, in seconds; `lower_bound`: its proven bound, or None.
         search_time_s: wall time of the search, in seconds.
         baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on

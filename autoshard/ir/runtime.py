@@ -21,6 +21,7 @@ class Runtime:
     """How a framework executes a recipe.
 
     Args:
+        name: name of the framework.
         early_stop: recomputation of a block ends with the last value that the backward needs, before the block's last
             product (torch's checkpoints that are not reentrant).
         attention: kernel of fused attention, by the device's names ("flash2"); None: the device's usual kernel.
