@@ -1,7 +1,6 @@
 """The public functions: `compile` runs a model on a mesh, `plan` predicts how the model would run.
 
-Each function checks its arguments, makes a `Call`, and hands the call to `passes.driver`. The driver is imported at the
-first call of a public function.
+Each function hands its arguments to `passes.driver`, which is imported at the first call of a public function.
 """
 
 from __future__ import annotations
@@ -324,11 +323,10 @@ def prove(
 ) -> VerificationReport:
     """Plan a call, lower the plan to the program of each rank, and prove the program; run nothing.
 
-    The model may be on the meta device.
+    All arguments but `target` are those of `plan`. The model may be on the meta device.
 
     Args:
         target: the hardware, see `plan`. A `Plan` is proven without a search, in its own precision.
-        others: all other arguments are those of `plan`.
 
     Raises:
         VerificationError: the proof fails.

@@ -38,9 +38,9 @@ def calibrate(
     budget_s: float = 20.0,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine. With a process group, all ranks measure at once.
+    """Measure this machine, and return it as `.cluster` of the result, for `autoshard.plan`.
 
-    Pass `.cluster` of the result to `autoshard.plan`. Arguments: see `cost_models.calibration.calibrate`.
+    With a process group, all ranks measure at once. The arguments are those of `cost_models.calibration.calibrate`.
     """
     found = calibration.calibrate(
         name=name,
@@ -90,12 +90,11 @@ def _native(operator: torch._ops.OpOverload, *arguments: object) -> KernelSample
 
 
 def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> Mapping[str, Callable[[], object]]:
-    """Return functions by the name of a collective; each runs the collective once, as compiled programs do, and waits.
+    """Return, by name of a collective, a function that runs it once, as compiled programs do, and waits.
 
     Args:
         full: a whole tensor, [n].
         part: a rank's part of it, [n / ranks].
-        group: the process group.
     """
     ops, size = torch.ops._c10d_functional, group.size()
     return {

@@ -42,18 +42,14 @@ class RuleInferenceError(AutoshardError):
 
 
 class DoesNotFitError(AutoshardError):
-    """No plan fits in the memory limit.
-
-    Args:
-        smallest_bytes: the smallest limit with a known plan; 0 if no plan is known.
-    """
+    """No plan fits in the memory limit. `smallest_bytes` is the smallest limit per device with a known plan, or 0."""
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by message and limit, for other processes."""
+        """Pickle by message and limit, because exceptions are unpickled without keyword arguments."""
         return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes), self.args
 
 

@@ -24,12 +24,9 @@ from autoshard.ir.spec import PartitionSpec, Reduction
 def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding: float | int | bool = 0) -> Tensor:
     """Return the padded local tensor of `rank` for a global `tensor`.
 
+    Over a partial axis the first rank gets the value, and all other ranks get the reduction's identity.
+
     Args:
-        tensor: the global value.
-        spec: its spec on `mesh`. Over a partial axis the first rank gets the value, all other ranks the reduction's
-            identity.
-        mesh: the mesh.
-        rank: the rank.
         padding: fill value of the padding, 0 by default. NaN reveals programs that read padding.
 
     Returns:
@@ -50,10 +47,7 @@ def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding
 
 
 def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
-    """Return the local tensors of all ranks for a global `tensor`, by rank.
-
-    Ranks that hold copies share one tensor object.
-    """
+    """Return the local tensor of each rank of a global `tensor`, by rank; ranks with equal copies share one object."""
 
     @cache
     def at(key: tuple[int, ...]) -> Tensor:
@@ -70,14 +64,10 @@ def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float
 def unshard(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], *, check: bool = False
 ) -> Tensor:
-    """Return the global tensor that the padded local tensors of all ranks make up. Reduce partial values.
+    """Return the global tensor of `shape` that the padded local tensors of all ranks, in rank order, make up.
 
     Args:
-        locals_: the local tensor of each rank, in the order of ranks.
-        spec: the value's spec on `mesh`.
-        mesh: the mesh.
-        shape: the global shape.
-        check: also compare the copies on all ranks, instead of taking the first rank's copy.
+        check: compare the copies on all ranks, instead of taking the first rank's copy.
 
     Raises:
         InvalidSpecError: `spec` does not fit the shape or the mesh, or a local tensor has another shape.
@@ -94,9 +84,9 @@ def unshard(
 
 
 def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether DTensor splits a tensor of `shape` into the same pieces, apart from padding.
+    """Whether DTensor splits a tensor of global `shape` into the same pieces as `spec`, apart from padding.
 
-    Return False if the axes on a dim are not in the order of the mesh. Placements cannot express another order.
+    False if several axes split a dim in another order than the mesh's, which placements cannot express.
 
     Example:
         >>> from autoshard.ir.spec import P
@@ -111,14 +101,9 @@ def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bo
 
 
 def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Tensor:
-    """Pad a DTensor's local `chunk` with zeros; the inverse of `unpad_local`.
+    """Return the local tensor, padded with zeros, for DTensor's `chunk` of a value of global `shape`.
 
-    Args:
-        chunk: the unpadded piece of a rank.
-        spec, mesh, shape: spec of the value of global `shape` on `mesh`.
-
-    Raises:
-        InvalidSpecError: DTensor splits the value into other pieces.
+    Raises `InvalidSpecError` if DTensor splits the value into other pieces. `unpad_local` is the inverse.
     """
     _check_matches(spec, mesh, shape)
     local = spec.local_shape(shape, mesh)
@@ -130,16 +115,7 @@ def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[in
 
 
 def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> Tensor:
-    """Return DTensor's local chunk of `rank`: its padded `local` tensor without padding, contiguous.
-
-    Args:
-        local: the padded local tensor.
-        spec, mesh, shape: spec of the value of global `shape` on `mesh`.
-        rank: the rank of the tensor.
-
-    Raises:
-        InvalidSpecError: DTensor splits the value into other pieces.
-    """
+    """Return DTensor's contiguous chunk for `rank`'s padded `local` tensor; arguments and errors as for `pad_local`."""
     _check_matches(spec, mesh, shape)
     for dim, size in enumerate(unpadded_shape(spec, mesh, shape, rank)):
         local = local.narrow(dim, 0, size)
@@ -147,7 +123,7 @@ def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[
 
 
 def unpadded_shape(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the shape of `rank`'s local tensor without padding."""
+    """Return the shape of `rank`'s piece, without padding, of a tensor of global `shape`."""
     place = mesh.coordinates(rank)
     return tuple(_real_size(size, spec.axes_of(dim), mesh, place) for dim, size in enumerate(shape))
 
@@ -179,10 +155,7 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """Return a level for each axis that splits a dim, then for each partial axis. The last level is undone first.
-
-    Levels of one dim are major to minor.
-    """
+    """Return a level for each axis: splits (major to minor in a dim), then partial axes. The last is undone first."""
     levels = []
     for dim, size in enumerate(shape):
         for axis in spec.axes_of(dim):
@@ -238,7 +211,7 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal. Complex32 is compared as pairs of reals, because `torch.equal` refuses it."""
+    """Whether all elements are equal; complex32 is compared as pairs of reals, because `torch.equal` refuses it."""
     if left.dtype == torch.complex32:
         left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
     return torch.equal(left, right)
@@ -253,10 +226,7 @@ def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Non
 
 
 def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the number of elements of a dim of `size` that a rank holds, without padding.
-
-    `axes` split the dim, and `place` is the rank's index along each axis.
-    """
+    """Return the number of elements, less padding, of a dim of `size` split by `axes`, on the rank at `place`."""
     real = size
     for axis in axes:
         size = -(-size // mesh.axis_size(axis))
@@ -265,10 +235,7 @@ def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, i
 
 
 def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """Return the number of elements of a dim that DTensor gives to a rank; arguments as for `_real_size`.
-
-    Each axis chunks the unpadded size.
-    """
+    """Return the number of elements in DTensor's chunk, for the same arguments; each axis chunks the unpadded size."""
     for axis in axes:
         full = -(-size // mesh.axis_size(axis))
         size = min(max(size - place[axis] * full, 0), full)

@@ -1,4 +1,4 @@
-"""Predicates on calls of lowered graphs: start of a collective, wait for a collective, memory held in between."""
+"""Predicates on nodes of lowered graphs: start of a collective, wait for a collective, memory held between the two."""
 
 from __future__ import annotations
 
@@ -15,29 +15,26 @@ _NAMESPACE = "_c10d_functional"
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
+    """Whether a node is a `wait_tensor`, which waits for a collective."""
     return node.target is WAIT
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective."""
+    """Whether a node starts a functional collective (`torch.ops._c10d_functional`); False for the wait."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE and target is not WAIT
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether a node starts a collective that needs its operand until the wait.
-
-    False for an all-reduce, which works on a copy.
-    """
+    """Whether a node starts a collective that needs its operand until the wait; an all-reduce copies its operand."""
     return is_collective(node) and node.target is not ALL_REDUCE
 
 
 def reduces_in_place(node: fx.Node) -> bool:
-    """Whether an all-reduce may write its result over its operand, a fresh buffer without another reader.
+    """Whether an all-reduce may overwrite its operand, a fresh buffer without another reader.
 
-    The buffer is packed by `cat`, or filled by `autoshard.graphs.fill_buckets`. The runtime runs such an all-reduce in
-    place, and memory is counted accordingly.
+    `cat` packs the buffer, or `autoshard.graphs.fill_buckets` fills the buffer. The runtime runs such an all-reduce in
+    place, and predictions count memory accordingly.
     """
     operand = node.args[0] if node.target is ALL_REDUCE else None
     if not isinstance(operand, fx.Node):

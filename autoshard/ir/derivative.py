@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """Gradients as results of a call.
+    """Gradients as results of a call, in place of the model's outputs.
 
-    The call's arguments are `(args, kwargs, tangents)`: the arguments of the differentiated call, and a tangent for
-    each of `outputs`. It returns a tuple of gradients, one for each of `wanted`.
+    The arguments of the call are `(args, kwargs, tangents)`: those of the differentiated call, and a tangent for each
+    of `outputs`. The call returns a tuple with the gradient of each of `wanted`.
 
     Args:
-        outputs: indices of the differentiated outputs among the leaves of the call's result.
-        wanted: names of parameters and inputs ("input:0") whose gradients the call returns.
+        outputs: indices of the differentiated outputs among the leaves of the differentiated call's result.
+        wanted: names of parameters and inputs ("input:0").
     """
 
     outputs: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Runs Python's garbage collector rarely during tracing, planning and lowering.
 
-Most of a compiler's many small objects live until it ends, so collections find little. Collections take 14 % of the
-time of `compile` at Python's own thresholds, 8 % at `THRESHOLDS` (GPT-2, Llama and BERT of two layers).
+A compiler's many small objects live until it ends, so collections find little. Collections take 14 % of the time of
+`compile` at Python's own thresholds, 8 % at `THRESHOLDS` (GPT-2, Llama and BERT of two layers).
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ THRESHOLDS = (100_000, 50, 100)
 
 
 def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` with rare garbage collections, and restore the user's thresholds afterwards.
-
-    If the user has turned collections off or made them rarer, the user's setting stays.
-    """
+    """Decorate `function` to run with rare garbage collections; a user's rarer thresholds, or none at all, stay."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,11 +33,7 @@ def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Rare:
-    """A context with rare collections.
-
-    Contexts may lie within each other, and in several threads. The first context raises the thresholds, and the last
-    context restores them.
-    """
+    """A reentrant context, shared by threads: the first entry raises the thresholds, the last exit restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -2,8 +2,7 @@
 
 The loss of a batch is the weighted sum of its micro-batches' losses. The weight is 1 for a sum over the batch, and 1/n
 for a mean over n micro-batches. If the loss divides by a count (targets not ignored, class weights, a mask), the weight
-is the micro-batch's share of the count. Counts depend on inputs alone, so a step knows the weights before its first
-forward.
+is the micro-batch's share of the count. Counts depend on inputs alone, so weights are known before the first forward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ReadInput = Callable[[int, str, str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Count:
-    """The divisor of a loss.
+    """The divisor of a loss, as graphs that compute it for a micro-batch and for the whole batch.
 
     Args:
         of_part: takes the inputs of a micro-batch; returns its count, then the sums from which the count is computed.
@@ -40,7 +39,7 @@ class Count:
     inputs: tuple[tuple[str, str], ...]
 
     def shares(self, parts: int, read: ReadInput) -> list[float]:
-        """Return for each of `parts` micro-batches its count divided by the batch's count."""
+        """Return the count of each of `parts` micro-batches, divided by the batch's count."""
         given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(parts)]
         counted = [self.of_part(*values) for values in given]
         sums = zip(*(sums for _, *sums in counted), strict=True)
@@ -58,7 +57,8 @@ class Term:
 
     Args:
         exponent: 0 for a sum over the batch, 1 for a mean; each weight is divided by m ** exponent.
-        count: the divisor of the term, if it divides by a count. Each weight is then multiplied by the part's share.
+        count: divisor of the term, or None. With a divisor, each weight is multiplied by the micro-batch's share of the
+            count.
         where: the user's line that divides by the count, for messages.
     """
 
@@ -67,7 +67,7 @@ class Term:
     where: str = ""
 
     def weights(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weight of each micro-batch's term in the batch's term."""
+        """Return the weight of each of `parts` micro-batches in the batch's term."""
         shares = [1.0] * parts if self.count is None else self.count.shares(parts, read)
         return [share / parts**self.exponent for share in shares]
 
@@ -79,7 +79,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """The values that a micro-batch's trace branched on, and how to compute them for the whole batch.
+    """Branch conditions of a micro-batch's trace, and graphs that compute them for the whole batch.
 
     Args:
         of_part: takes the inputs of a micro-batch; returns the results of reductions over its samples.
@@ -116,7 +116,7 @@ class LossWeights:
     """The loss of a batch as a weighted sum of the losses of its micro-batches.
 
     Args:
-        terms: terms of the loss; all terms must give a micro-batch the same weight.
+        terms: terms of the loss, all of which must give a micro-batch the same weight.
         has_constant: whether the loss adds a term independent of the batch, which must count once.
         refusal: reason why the loss is no sum over micro-batches; None if it is.
         branches: check that the whole batch branches like its parts. None without guards, or if the parts do not
@@ -129,11 +129,7 @@ class LossWeights:
     branches: Branches | None = None
 
     def of_parts(self, parts: int, read: ReadInput) -> list[float]:
-        """Return the weights of `parts` micro-batches in the batch's loss.
-
-        Raises:
-            NotAvailableError: the loss is no sum over parts, or not for these inputs.
-        """
+        """Return the weight of each of `parts` micro-batches; raise `NotAvailableError` if they have no weights."""
         if self.refusal is not None:
             raise NotAvailableError(self.refusal)
         weighed = [term.weights(parts, read) for term in self.terms]

@@ -14,13 +14,12 @@ The difference is usually 0; for predictions that are shifted by one place it is
 
 @dataclass(frozen=True, slots=True)
 class PaddingProof:
-    """Whether padding provably reaches no result of a call.
+    """Proof, or refusal, of the claim that padding of a call's inputs reaches no result.
 
     Args:
-        cuts: from the index of a result to the dims that grow with the padded inputs. These dims are cut back after a
-            call.
+        cuts: for each result that grows with the padded inputs, by its index: the dims to cut back after a call.
         as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
-        reason: why padding may reach a result; empty if it provably does not.
+        reason: why padding may reach a result; "" if the claim is proven.
     """
 
     cuts: Mapping[int, SizeDifferences] = field(default_factory=dict)

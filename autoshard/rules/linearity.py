@@ -59,10 +59,7 @@ def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
 
 
 def _passes(rule: BoundRule, group: Collection[int], ranges: Sequence[Range]) -> bool:
-    """Whether a partial sum in the operands `group` may pass: all other operands meet their conditions `rule.beside`.
-
-    With an empty group the answer is True, because the results are zero.
-    """
+    """Whether a partial sum in `group` may pass: all other operands meet their conditions `rule.beside`."""
     return not group or all(
         _is_safe(rule.beside.get(index, OperandCondition.FINITE), found)
         for index, found in enumerate(ranges)
