@@ -38,14 +38,14 @@ from passes.strategies.narrow_gradients import find_narrow_gradients
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Global shape and dtype of a value."""
+    """Global shape and dtype of a value, before any split."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Bytes of one element of the value."""
         return self.dtype.itemsize
 
 
@@ -58,8 +58,7 @@ class Site:
         node: the fx node; None for an output of the program.
         phase: "forward", "backward" or "update".
         strategies: the strategies to choose from.
-        results: shapes and dtypes of the tensors that the site makes, in order. A None among a call's results is left
-            out.
+        results: shapes and dtypes of the site's tensors, in order, without a call's results that are None.
         rule: the call's bound rule; None for an operator without a rule, and for placeholders and outputs.
         call: a number that equal calls share: calls with the same operator, literals, shapes and dtypes. The number
             that tells random operators of one program apart is not compared. -1 for placeholders and outputs.
@@ -75,9 +74,7 @@ class Site:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the results of the site share memory with its operands. Such calls are views, fan-outs and updates in
-        place.
-        """
+        """Whether the site is a view, a fan-out or an update in place, whose results share memory with its operands."""
         return (
             self.node is not None
             and self.node.op == "call_function"
@@ -86,7 +83,7 @@ class Site:
 
     @property
     def is_input(self) -> bool:
-        """Whether the site is a placeholder."""
+        """Whether the site is a placeholder of the program: a parameter, buffer, state, input or tangent."""
         return self.node is not None and self.node.op == "placeholder"
 
 
@@ -99,7 +96,7 @@ class Link:
         result: index of the value among the results of `tail`.
         head: name of the site that reads the value.
         operand: index of the value among the tensor operands of `head`. It is -1 if `head` is a placeholder whose spec
-            the value has to take when it leaves the program. For example, a gradient takes the spec of its parameter.
+            the value takes when it leaves the program. A gradient takes the spec of its parameter.
         keeps_sums: whether reshards on the link must not reduce a partial sum.
     """
 
@@ -133,11 +130,10 @@ class SearchSpace:
 
     Args:
         program: the prepared program.
-        mesh: the mesh over which strategies split tensors.
         sites: site by name, in program order; the outputs of the program come last.
         links: all links. Other modules refer to a link by its index in this tuple.
-        replicated_operators: operators without a sharding rule, which every rank runs whole. Each is a pair of the
-            operator's name and the user's line.
+        replicated_operators: (operator's name, user's line) of operators without a sharding rule, which every rank runs
+            whole.
     """
 
     program: Program
@@ -164,7 +160,6 @@ class EnumerateStrategies:
     """Build the search space of a canonical program.
 
     Args:
-        mesh: the mesh to split over.
         strict: refuse operators without a rule instead of running them whole on every rank.
         prune: leave out strategies that improve no plan. Under such a strategy a value is partial with a reduction that
             no call of the program makes. An example is a partial maximum in a program without maxima. Keeping the value
@@ -298,7 +293,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
     Args:
         node: the call.
         ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
-            not zero. Plans must not use such a rule, because it may let a partial sum pass wrongly.
+            not zero, which may let a partial sum pass wrongly: never plan with this rule.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
@@ -335,7 +330,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """Return the reductions that the calls of a program can leave pending on their results, and always the sum."""
+    """Return the sum, and all reductions that the calls of a program can leave pending on their results."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
     return frozenset({Reduction.SUM, *made})
@@ -370,10 +365,7 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
 
 
 def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
-    """Return one link for each tensor operand of a call.
-
-    `narrow` has the pairs (operand's node, reader's node) whose links have `keeps_sums` set.
-    """
+    """Return a link for each tensor operand; pairs (operand, reader) of `narrow` have `keeps_sums` set."""
     links = []
     for index, operand in enumerate(operands_of(node)):
         tail, result = resolve(operand)
@@ -411,5 +403,5 @@ _SPLITTABLE = (
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
-    """Return a dict from the kind and name of each input of the program to the name of its placeholder."""
+    """Return the name of each input's placeholder, by the kind and name of the input."""
     return {(slot.kind, slot.name): slot.node for slot in program.inputs}
