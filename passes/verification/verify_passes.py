@@ -30,7 +30,7 @@ def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
     """Prove that a pass preserved the results of its input. The function can be passed as `LoweringOptions.on_pass`.
 
     Args:
-        rewrite: the pass.
+        rewrite: the pass, for the message.
         before: the program that the pass got.
         after: the program that the pass returned.
 
