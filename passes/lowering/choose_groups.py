@@ -75,14 +75,11 @@ class ChosenGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Launches and memory traffic of the kernel and of the sums that follow it."""
+        """Launches and memory traffic of the kernel and of the sums that follow it, in one run."""
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with `later`, `saved_bytes` and `saved_launches` set.
-
-        The savings are the traffic of the members as single calls, minus the traffic of the group.
-        """
+        """Return the group with `later`, and with its savings against its members as single calls."""
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(
@@ -92,11 +89,7 @@ class ChosenGroup:
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
-        """Return the group with names and a docstring, from which the kernel's source is written.
-
-        Args:
-            alike: number of groups in the program with the same computation, for the docstring.
-        """
+        """Return the group with names and a docstring for its source, which says that `alike` groups are equal."""
         nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
         source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
         others = f" The program has {alike} such groups." if alike > 1 else ""
@@ -157,13 +150,10 @@ class _UnitedGroups:
     """The groups of a graph during the merging.
 
     Args:
-        graph: the graph.
-        device: the device, or None.
         places: index of each node in the order in which every call comes as early as its operands allow.
         readers: the calls that read each value, directly or through views, by node.
         groups: the present groups, by number.
         owners: the number of the group that a call belongs to, by node.
-        numbers: gives each new group its number.
     """
 
     graph: fx.Graph
@@ -267,12 +257,10 @@ class _UnitedGroups:
 
 @dataclass(slots=True)
 class _GroupBuilder:
-    """Builds the group of some calls.
+    """Builds the group of the calls `within`.
 
-    Args:
-        within: the calls.
-        operands: index of each value that the group reads.
-        steps: the calls of the group, with the views and constants that they read, operands first.
+    `operands` has the index of each value that the group reads. `steps` are the group's calls, with views and
+    constants.
     """
 
     within: set[fx.Node]
@@ -320,10 +308,7 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the index of each node in the order in which calls for kernels stand as early as their operands allow.
-
-    All other calls keep their order.
-    """
+    """Return each node's index in an order with calls for kernels as early as possible, and all others as before."""
     levels: dict[fx.Node, int] = {}
     calls = 0
     for node in graph.nodes:

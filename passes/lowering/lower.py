@@ -39,9 +39,8 @@ class Lower:
     """Lowers a program by a plan.
 
     Args:
-        plan: the plan of the program.
-        step_cost: function from a reshard step to its price. The steps of each reshard are the cheapest. None: the
-            price is the bytes sent.
+        step_cost: price of a reshard step. The steps of each reshard are the cheapest. None: the price is the bytes
+            sent.
         steps: a cache of the steps of each reshard, by reader, maker and specs. Lowering uses its entries and adds
             missing ones. With one cache, a plan that is lowered at several sizes takes the same steps at each size.
     """
@@ -74,7 +73,7 @@ def check_digest(plan: Plan, program: Program) -> None:
 
 
 def _check_nodes(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan's specs for a node are not as many as the node's operands and results."""
+    """Raise `PlanMismatchError` unless the plan has one spec for each operand and result of each node."""
     for node in program.graph.nodes:
         known = plan.nodes.get(node.name)
         operands, results = len(operands_of(node)), sum(value is not None for value in tensor_values(node))
@@ -86,10 +85,7 @@ def _check_nodes(plan: Plan, program: Program) -> None:
 
 
 def _check_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if the plan's spec of a parameter differs from its spec of the parameter's node.
-
-    Lowering uses the spec of the node.
-    """
+    """The plan names a parameter's spec twice; lowering uses that of its node, so both must be equal."""
     for slot in program.inputs_of(InputKind.PARAMETER):
         named, node = plan.parameters.get(slot.name), plan.nodes.get(slot.node)
         if named is not None and node is not None and named.spec != node.outputs[0]:
