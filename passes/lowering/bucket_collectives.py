@@ -106,11 +106,10 @@ class BucketCollectives:
 
 
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
-    """Yield about equal buckets of a repeated unit of blocks, as few as `most_bytes` allows, as in the whole program.
+    """Yield about equal buckets of a repeated unit's collectives, as few as `most_bytes` allows.
 
-    Each of `members` stands for `count` collectives of left-out units. `joins` tells whether a bucket of the whole
-    program
-    may have members of several units.
+    Each member stands for `count` collectives of left-out units. `joins` tells whether buckets of the whole program may
+    have members of several units.
     """
     total = sum(member.size for member in members)
     ends = list(accumulate(member.size for member in members))
@@ -141,10 +140,7 @@ def _next_starts_in_time(unit: Sequence[_BucketMember], members: Sequence[_Bucke
 
 @dataclass(frozen=True, slots=True)
 class _BucketMember:
-    """A collective that may go into a bucket, with its nodes and their indices in the graph.
-
-    `count` is the number of collectives of the whole program that it stands for, itself included.
-    """
+    """A collective that may go into a bucket; it stands for `count` of the whole program, itself included."""
 
     start: fx.Node
     wait: fx.Node
@@ -178,10 +174,7 @@ class _BucketMember:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Collectives that become one collective, in the order of their starts.
-
-    `whole_bytes` are one rank's bytes of the bucket in the whole program, with members of left-out blocks.
-    """
+    """Collectives that become one; `whole_bytes` are one rank's bytes of it with members of left-out blocks."""
 
     members: tuple[_BucketMember, ...]
     whole_bytes: float
@@ -273,7 +266,6 @@ class _BucketRewrite:
         self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
     def start(self, bucket: _Bucket) -> None:
-        """Emit the bucket's collective, over the joined operands of all members."""
         last: Any = bucket.members[-1].start
         if len(bucket.members) == 1:
             self.copy(last)
@@ -314,7 +306,6 @@ class _BucketRewrite:
         return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like, bucket)
 
     def _packed(self, bucket: _Bucket) -> list[_BucketMember]:
-        """Return the members of a bucket in the order in which their operands are joined."""
         return sorted(bucket.members, key=lambda member: self.ranks[member.wait])
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, bucket: _Bucket | None = None) -> fx.Node:

@@ -85,10 +85,7 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator that performs many updates like `node` in one call, and a tuple of dtypes.
-
-    For the Triton kernel, these are the dtypes of the tensors of `node`, which joined updates must share; else ().
-    """
+    """Return the operator for many updates like `node`, and the dtypes that joined updates must share (Triton only)."""
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
     if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
@@ -108,10 +105,7 @@ def _value(operand: Any) -> Tensor | None:
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
-    """Return the nodes in an order in which each bucket is one call, its first update; None if no order exists.
-
-    If several nodes may come next, the node that comes first in the graph is next.
-    """
+    """Return the nodes in an order with each bucket as one call, its first update, or None; ties keep the order."""
     names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
     waits: dict[fx.Node, set[fx.Node]] = {name: set() for name in names.values()}

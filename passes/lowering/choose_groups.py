@@ -257,18 +257,13 @@ class _UnitedGroups:
 
 @dataclass(slots=True)
 class _GroupBuilder:
-    """Builds the group of the calls `within`.
-
-    `operands` has the index of each value that the group reads. `steps` are the group's calls, with views and
-    constants.
-    """
+    """Builds the group of the calls `within`: its operands by index, and its steps with views and constants."""
 
     within: set[fx.Node]
     operands: dict[fx.Node, int] = field(default_factory=dict)
     steps: list[fx.Node] = field(default_factory=list)
 
     def build(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> ChosenGroup | None:
-        """Return the group of the calls `members` with the results `results`; None if the group reads no value."""
         for node in members:
             self._visit(node)
         if not self.operands:

@@ -32,11 +32,7 @@ class GenerateKernels:
     device: Device | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with kernels in its phases, and write the file with the kernels.
-
-        Raises:
-            KernelError: the file cannot be written.
-        """
+        """Return the program with kernels in its phases, and write their file; `KernelError` if that fails."""
         title = f"Generated kernels of program {phased.lowered.traced.digest()} on {phased.lowered.mesh}."
         made: dict[str, Any] = generate_kernels(phased.phases, self.device, title)
         return replace(phased, **made)
@@ -73,8 +69,7 @@ class _KernelRewrite:
     """Builds the copy of a phase in which each group of calls is the call of its kernel.
 
     Other calls are copied in their order. The call of a kernel stands at the place of the group's last member, or
-    earlier
-    if a reader of its results comes earlier. `environment` has the copy's node for each node of the phase.
+    earlier if a reader of its results comes earlier. `environment` has the copy's node for each node of the phase.
     """
 
     phase: fx.GraphModule
@@ -95,10 +90,7 @@ class _KernelRewrite:
         return lazy_module(self.phase, self.graph)
 
     def _need(self, node: fx.Node) -> fx.Node | None:
-        """Return the node of the copy with the value of `node`, and emit it first if it is missing.
-
-        The result is None for a member of a group that only other members read.
-        """
+        """Return the copy's node for `node`, emitted if missing; None for a member that only its own group reads."""
         owner = self.owners.get(node)
         if owner is not None and not any(item in self.environment for item in owner.results):
             self._call(owner)

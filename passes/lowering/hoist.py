@@ -118,10 +118,7 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `hoistable`.
-
-        `results` are the results of the phase that count as readers of shared values.
-        """
+        """Number a phase's nodes, and record shared nodes and values to hoist; `results` count as readers."""
         for node in graph_module.graph.nodes:
             if node in self.kept:
                 self.numbering.numbers[node] = self.number(self.kept[node])
@@ -161,8 +158,7 @@ class _Shared:
         """Return the numbers of the values that can be hoisted, the value that saves the most time per byte first.
 
         The saved time of a value includes the calls that it is computed from. If several values need a call, its time
-        is
-        divided equally between them.
+        is divided equally between them.
         """
         saved, sizes = defaultdict[int, float](float), dict[int, int]()
         needed_by: dict[fx.Node, set[int]] = defaultdict(set)
@@ -179,7 +175,6 @@ class _Shared:
         return sorted(worth, key=lambda number: (-worth[number], place[number]))
 
     def hoist_values(self, numbers: Iterable[int]) -> PhasedProgram:
-        """Return the program in which the values with the given numbers are hoisted."""
         first: dict[int, fx.Node] = {}
         for node in self.nodes:
             first.setdefault(self.number(node), node)
@@ -196,10 +191,7 @@ class _Shared:
         )
 
     def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """Return the graph that computes the hoisted values, and the indices of its inputs in `lowered.inputs`.
-
-        `first` has the first shared node of each value number, with operands before their readers.
-        """
+        """Return the graph of hoisted values and its inputs' indices; `first` has nodes by number, operands first."""
         needed, waiting = set[int](), [self.number(node) for node in held]
         while waiting:
             number = waiting.pop()

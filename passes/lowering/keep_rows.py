@@ -133,8 +133,7 @@ class _RowKeeper:
         """Return the new forward's graph without output node, and two dicts by nodes of the old forward.
 
         The first dict has the copy of each node. The second has, for each call that saves rows, the nodes of the saved
-        rows,
-        first products and counts.
+        rows, first products and counts.
         """
         old, graph, chosen = self.phased.forward.graph, fx.Graph(), set(self.layers.values())
         copies, kept = dict[fx.Node, fx.Node](), dict[fx.Node, list[fx.Node]]()
@@ -161,8 +160,7 @@ class _RowKeeper:
         """Return the new backward.
 
         Its inputs are the old saved values `taken` that it still reads, then the rows, products and counts of each
-        layer, then
-        the tangents. `kept` has the nodes of rows, products and counts, by forward call.
+        layer, then the tangents. `kept` has the nodes of rows, products and counts, by forward call.
         """
         old, graph = self.phased.backward, fx.Graph()
         copies = {node: placeholder_like(graph, node) for node in taken}

@@ -50,11 +50,7 @@ class Lower:
     steps: dict[object, tuple[ReshardStep, ...]] | None = None
 
     def __call__(self, program: Program) -> LoweredProgram:
-        """Return the lowered program.
-
-        Raises:
-            PlanMismatchError: the plan belongs to another program, or contradicts itself.
-        """
+        """Return the lowered program; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
         check_digest(self.plan, program)
         _check_nodes(self.plan, program)
         _check_parameters(self.plan, program)
@@ -208,7 +204,6 @@ class _Lowering:
     def _steps(
         self, maker: str, result: int, source: PartitionSpec, target: PartitionSpec, value: torch.Tensor
     ) -> tuple[ReshardStep, ...]:
-        """Return the steps that reshard result number `result` of node `maker` from `source` to `target`."""
         reader, mesh = self.tracer.like, self.plan.mesh
         place = (None if reader is None else reader.name, maker, result, source, target)
         if place in self.known_steps:

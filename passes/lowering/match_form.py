@@ -88,8 +88,7 @@ def find_matches(
     """Yield the matches in which the value with the number `anchor` is the pattern's first result.
 
     `candidates` returns the value numbers of an operator's calls that may be a further result, the best first. It is
-    called
-    for results that the first result is not computed from.
+    called for results that the first result is not computed from.
     """
     for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
         for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):

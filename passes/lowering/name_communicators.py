@@ -36,7 +36,6 @@ class NameCommunicators:
     """Adds a purpose to the communicator's name of each collective of parameters or gradients."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program in which collectives of parameters and of gradients have communicators of their own."""
         inputs = phased.lowered.inputs
         hoisted = phased.hoisted
         held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]

@@ -87,7 +87,6 @@ class _MessageInsertion:
     there: list[set[Message]] = field(default_factory=list)
 
     def run(self) -> PipelineOrder:
-        """Let ranks take turns until every rank has run all of its slots, and return the resulting order."""
         while any(self.left):
             turns = [self._put_next(rank) for rank, left in enumerate(self.left) if left]
             assert any(turns), "the orders of a schedule can run"

@@ -50,7 +50,6 @@ class PriceKernels:
     device: Device
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with copied phases whose nodes are marked."""
         pricing = _Pricing(phased.lowered.graph_module, self.device, LocalUnits.of(phased.lowered))
         return rewrite_phases(phased, pricing.marked)
 

@@ -39,10 +39,7 @@ class SplitPhases:
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """Return the phases; they share constants with `lowered`.
-
-        The field `lowered` of the result is the uncut program without kernels, against which the phases are verified.
-        """
+        """Return the phases; their field `lowered` is the uncut program without kernels, for their verification."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]

@@ -102,10 +102,7 @@ class _Order:
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Yield the nodes with each of `starts` right before the wait for an earlier collective.
-
-        It is the collective that is `by` places earlier among the collectives of its process group and depth.
-        """
+        """Yield each of `starts` right before the wait for that `by` places earlier in its process group and depth."""
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
         for start in self.starts:

@@ -75,8 +75,7 @@ class RepeatedLifetimes:
     """Lifetimes of values in the repeated units that a program leaves out (`passes.strategies.repeated`).
 
     A value or link of the program stands for its copies in all left-out units. Each integer is a number of copies. Keys
-    of
-    `values` are (site, index of the result).
+    of `values` are (site, index of the result).
     """
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
@@ -267,8 +266,7 @@ class _Lifetimes:
 
         The value is counted up to the point until which it lives under every plan. After this point it lives on only if
         its last reader does not reshard it. So it is then counted on the link to this reader. If the reader is a view,
-        `owned`
-        receives the point from which the view's own spec decides the bytes.
+        `owned` receives the point from which the view's own spec decides the bytes.
         """
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
@@ -296,10 +294,7 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """Return the link that reads a value last, and the last point at which the value lives under every plan.
-
-        The link is None if no choice of reshards shortens the value's life.
-        """
+        """Return the last reader's link, None if no reshard shortens the life, and the last point under every plan."""
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
             return None, death
@@ -309,8 +304,7 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """Record the copy that a reshard makes for one reader, from the reshard to `until`, by default its reader's
-        last use.
+        """Record the copy that a reshard makes for one reader, up to `until`; None: up to the reader's last use.
 
         `death` is the last use of the value that is resharded.
         """
@@ -327,8 +321,7 @@ class _Lifetimes:
     def _result(self, index: int, death: int) -> None:
         """Record the memory of a result that leaves the program, on the link `index`; `death` is its last other use.
 
-        The result lives to the last point, but outputs of a training step and new values of buffers only to the
-        forward's end.
+        It lives to the last point, but outputs of a training step and new values of buffers only to the forward's end.
         """
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()

@@ -107,7 +107,6 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
 
 def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
-    """Run the hoisted phase; return the storages of its results."""
     if phased.hoisted is None:
         return []
     return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)

@@ -56,8 +56,7 @@ def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) ->
     """Yield all items, each followed by an item for the copies that other stages and micro-batches of the rank hold.
 
     These copies are in memory at every point (`Liveness.standing`). `items` are pairs with the site of the item's
-    value,
-    or with "" for an item that is not a site's value.
+    value, or with "" for an item that is not a site's value.
     """
     for name, item in items:
         yield item

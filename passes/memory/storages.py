@@ -140,10 +140,7 @@ class Storages:
 
 @dataclass(slots=True)
 class _Lives:
-    """The first and last point at which each storage is in use; a point is a node's index in the graph.
-
-    `given` has the storages that exist before the graph runs.
-    """
+    """The first and last point (a node's index) at which each storage is in use; `given` exist before that."""
 
     units: LocalUnits
     nodes: Sequence[fx.Node]
@@ -167,8 +164,8 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Yield (storage, bytes, first point, last point) for each storage, then for its copies in left-out units if in
-        use.
+        """Yield (storage, bytes, first point, last point) for each storage, then for its copies in left-out units, if
+        used.
 
         Copies that left-out units make begin at the gap. Copies that left-out units read last end at the gap.
         """
@@ -216,7 +213,6 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result of a call shares the memory of the call's first tensor, `source`."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

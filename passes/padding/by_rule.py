@@ -67,10 +67,7 @@ def _clean(call: PaddedCall) -> Results:
 
 
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-    """Return the content of a region of result number `result`, given the contents of the operands there.
-
-    Results after the first may have any number of their type, and are finite if the first is.
-    """
+    """Return the content of a region of result number `result`; later results may have any number of their type."""
     found = call.content(operands, region)
     if not result:
         return found

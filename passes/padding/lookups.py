@@ -82,8 +82,7 @@ def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedCont
     """Return the content of the elements of `x` at some indices.
 
     `kept` is the region of the dims that are not indexed. `indices` maps each indexed dim to the content of its index,
-    and
-    whether the region of the result is clean.
+    and whether the region of the result is clean.
     """
     regions = [kept]
     for dim, (index, is_clean) in indices.items():
@@ -107,7 +106,6 @@ def _check_from_start(index: PaddedContent) -> None:
 
 
 def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
-    """Return the dims that index tensors have after they are broadcast together."""
     rank = max(len(index.dims) for index in indices)
     result: list[Dim] = [((1, 1),)] * rank
     for index in indices:

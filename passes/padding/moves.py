@@ -101,8 +101,7 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
     """Remove the parts of new dim number `dim` from the front of `waiting`, and return them.
 
     Parts without padding may be split. `size` is the new dim's padded and exact size. `origins` receives the old place
-    of
-    each padded part, by its new place.
+    of each padded part, by its new place.
     """
     parts: list[Part] = []
     left = size

@@ -1,8 +1,8 @@
 """A call with padding beside the same call without padding, and a table of functions by operator.
 
 A function of the table returns the padded values of a call's results. The function checks that clean parts of results
-depend only on clean parts of operands, with equal numbers in both programs. Otherwise it raises
-`ReachedError`. Operators outside the table follow their sharding rules (`by_rule`).
+depend only on clean parts of operands, with equal numbers in both programs. Otherwise it raises `ReachedError`.
+Operators outside the table follow their sharding rules (`by_rule`).
 """
 
 from __future__ import annotations

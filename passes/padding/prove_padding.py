@@ -136,7 +136,6 @@ class _Pair:
             raise ReachedError("a number among the results depends on the length")
 
     def _inputs(self) -> dict[str, PaddedValue]:
-        """Return the padded value of each placeholder, by node name."""
         found: dict[str, PaddedValue] = {}
         nodes, others = self._padded.nodes_by_name(), self._exact.nodes_by_name()
         for slot, other in zip(self._padded.inputs, self._exact.inputs, strict=True):

@@ -100,8 +100,7 @@ def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
     """Return the fraction of the seconds of parameters' and gradients' collectives that a step likely hides.
 
     These collectives hide beside the other work of the step, up to `_MOST_HIDDEN`. On CPUs the fraction is 0: on one
-    machine
-    communication takes cores from computation, and over a network of CPUs hiding was not measured.
+    machine communication takes cores from computation, and over a network of CPUs hiding was not measured.
     """
     if not planning.prices.cluster.device.dispatch_s:
         return 0.0

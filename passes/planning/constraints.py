@@ -89,8 +89,7 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
     """Return the site of each value that a constraint may name, by the value's name.
 
     A tied parameter has all its names. If equal blocks are planned once, the values of the other blocks have the sites
-    of
-    the planned block.
+    of the planned block.
     """
     names = {
         alike: slot.node

@@ -300,8 +300,7 @@ def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Yield for each result of the forward that depends on inputs whether its strategies split it, or make it partial,
-    over the axis.
+    """Yield for each result of the forward that depends on inputs whether strategies split or sum it over the axis.
 
     An axis that splits sequences (`dim` 1) must not split a result with three or more dims along the batch.
     """
@@ -325,10 +324,7 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """Yield for each forward call that reads a vector and no matrix whether its strategies split the sequence.
-
-    The sequence is the last dim but one of the call's result.
-    """
+    """Yield for each forward call on a vector and no matrix whether strategies split the sequence (last dim but one)."""
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):
@@ -346,10 +342,9 @@ def users(planning: PlanningProblem) -> list[str]:
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Restrict a site to the strategies that split its value; without `split`, to the strategies that do not split it.
+    """Restrict a site to the strategies whose flag in `options` (the value is split) equals `split`.
 
-    Return False, and leave `masks` unchanged, if no allowed strategy is left. `options` says which strategies split the
-    value.
+    Return False, and leave `masks` unchanged, if no allowed strategy is left.
     """
     mask = np.array(options) == split
     variable = planning.classes[site]

@@ -77,8 +77,7 @@ def tied_levels(
     """Return the possible ways to group the axes of a mesh, from single axes to the fewest groups.
 
     Each grouping joins two neighbouring groups of the grouping before it: the outermost two that may be joined. A mesh
-    of
-    one or two axes has only single axes.
+    of one or two axes has only single axes.
 
     Args:
         constraints: specs of the user. Axes that a spec uses differently are not joined.

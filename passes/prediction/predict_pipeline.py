@@ -63,8 +63,7 @@ class _Walked:
     """The simulated times of one stage's phases.
 
     `runs` has the runs in a step of each phase, one if absent. `sent_bytes` has the bytes that a rank sends in a step,
-    by
-    mesh axis. `launches` counts kernel launches in a step.
+    by mesh axis. `launches` counts kernel launches in a step.
     """
 
     phases: Mapping[str, StreamTimes]
@@ -168,9 +167,7 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """Return a backward followed by `seconds` of adding gradients: the mean over micro-batches, because the first adds
-    nothing.
-    """
+    """Add the mean time to add gradients per micro-batch to a backward; the first micro-batch adds nothing."""
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 

@@ -21,8 +21,7 @@ class _Contraction:
     """Equal calls of a matrix product or of attention; `site` is the name of one call.
 
     `calls` counts calls in the whole model, recomputed calls included. `arguments` has None for tensors. `peak_s` is
-    the
-    seconds of all calls together on one device at its peak, without recomputed calls.
+    the seconds of all calls together on one device at its peak, without recomputed calls.
     """
 
     site: str

@@ -173,9 +173,7 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether the whole program waits for copy `copy` of a collective: a bucket of several units is waited for
-        once.
-        """
+        """Whether the whole program waits for copy `copy` of a collective; a bucket of several units has one wait."""
         share = 1 / size_in_whole_program(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)

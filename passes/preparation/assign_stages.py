@@ -156,8 +156,7 @@ class _Assigning:
         """Return the first and the last index in `forward` at which each cut may lie, given the parameters' stages.
 
         A cut lies behind the first reader of each parameter of an earlier stage. It lies before all readers of
-        parameters of
-        later stages.
+        parameters of later stages.
         """
         names = {slot.node: slot.name for slot in self.program.inputs_of(InputKind.PARAMETER)}
         reads: dict[fx.Node, set[str]] = {}
@@ -216,10 +215,7 @@ class _Assigning:
         self._move_down(backward, flows)
 
     def _leaves(self, node: fx.Node, flows: set[fx.Node]) -> Iterable[fx.Node]:
-        """Yield the forward values that a backward call reads, directly or through calls that each stage repeats.
-
-        `flows` has the gradients, which are left out.
-        """
+        """Yield the forward values that a backward call reads, directly or by repeated calls; `flows` are gradients."""
         for operand in node.all_input_nodes:
             if operand in flows:
                 continue
@@ -369,11 +365,7 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """Return the ends of stages, as in `cut_forward`, given the number of blocks of each stage.
-
-    Raises:
-        RecipeError: the model has another number of blocks, or a stage without blocks would have no calls.
-    """
+    """Return the ends of stages, as in `cut_forward`, by numbers of blocks, which must be those of the model."""
     before, between, behind = _around_blocks(forward, _crossing_bytes(forward))
     count = len(between) + 1
     if sum(blocks) != count or 0 in blocks[1:-1]:

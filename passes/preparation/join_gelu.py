@@ -81,7 +81,6 @@ class _Joining:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The nodes of the graph as it is now, in order."""
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
@@ -125,7 +124,6 @@ class _Joining:
             self.program = replace_slot_node(self.program, node.name, made.name)
 
     def _latest(self, number: int, reader: fx.Node) -> fx.Node:
-        """Return the last node before `reader` that has this value number."""
         return max(node for node in self.nodes if self.numbering.numbers.get(node) == number and node < reader)
 
 

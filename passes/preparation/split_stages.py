@@ -83,10 +83,7 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
 
 @dataclass(slots=True)
 class _StageCut:
-    """The program of stage `number` under construction.
-
-    `members` are the nodes that this stage computes, and its placeholders. `received` are nodes of other stages.
-    """
+    """The program of stage `number` under construction: its own nodes, and nodes received from other stages."""
 
     program: Program
     assignment: StageAssignment

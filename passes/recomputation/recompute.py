@@ -58,11 +58,7 @@ class InsertRecompute:
     offloaded: tuple[OffloadedNode, ...] = ()
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with clones and copies, over a graph of its own.
-
-        Raises:
-            PlanMismatchError: the program lacks a named node, or reads a value before it is restored.
-        """
+        """Return the program with clones and copies; `PlanMismatchError` if it lacks a node, or reads one too early."""
         if not self.nodes and not self.offloaded:
             return program
         program = copy_program(program)

@@ -130,9 +130,8 @@ class RecomputeMemory:
         """Return the item of a forward value whose memory a link needs after the value's last use in the forward.
 
         `kept` has the interval, and `link` joins the value to its reader. The item exists under the policies that hold
-        the
-        value if `is_held`, else under all other policies. During a held value's second life, the second life counts the
-        bytes.
+        the value if `is_held`, else under all other policies. During a held value's second life, the second life counts
+        the bytes.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -253,7 +252,6 @@ class RecomputeMemory:
         return max(self._end(name, each) for each in results)
 
     def _start(self, name: str, policy: ValuePolicy) -> int:
-        """Return the first point at which a second life under a policy is counted."""
         if policy in RESTORED:
             return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
@@ -311,8 +309,7 @@ class RecomputeMemory:
         """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
 
         For a part of another value, these are the bytes of the whole. If a reshard decides whether the value is still a
-        part,
-        it counts as a part.
+        part, it counts as a part.
         """
         above = self.viewed.get(link.tail)
         if above is None:

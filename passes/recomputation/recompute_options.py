@@ -116,7 +116,6 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def pure(self) -> frozenset[str]:
-        """Names of sites that may be recomputed."""
         return frozenset(filter(self.may_be_remade, self.forward))
 
     def run(self) -> RecomputeOptions:
@@ -139,8 +138,7 @@ class _OptionSearch(ForwardCalls):
         """Return the variables to recompute, and the variables that recomputations may need kept.
 
         The variables to recompute are those of `_worthwhile`, and those of operands in the same segment. `members` has
-        the
-        forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
+        the forward sites of each variable, and `pure` the variables whose sites may all be recomputed.
         """
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
@@ -158,7 +156,6 @@ class _OptionSearch(ForwardCalls):
         return remade, held
 
     def _is_within(self, link: Link) -> bool:
-        """Whether a link joins sites of one segment."""
         return link.head in self.segment and self.segment[link.tail] == self.segment[link.head]
 
     def _is_unread(self, name: str) -> bool:
@@ -223,10 +220,7 @@ class _OptionSearch(ForwardCalls):
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Return the index of the site before which LATE recomputes each site, in reverse program order.
-
-        The backward reads the value there, or recomputes a reader of the value.
-        """
+        """Return the index of the first late reader of each value, or of its recomputed readers, in reverse order."""
         found: dict[str, int] = {}
         for name in reversed(self.forward):
             if name in remade:
@@ -239,7 +233,6 @@ class _OptionSearch(ForwardCalls):
     def _policies(
         self, names: Sequence[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
     ) -> tuple[ValuePolicy, ...]:
-        """Return the policies that the values of all sites in `names` may have."""
         found = [ValuePolicy.AS_READ]
         if any(self._is_unread(name) for name in names):
             found.append(ValuePolicy.KEPT)

@@ -229,8 +229,8 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Return the seconds of an edge, [options of the tail, options of the head]; edges with one cost table share
-        the result.
+        """Return the seconds of an edge, [options of the tail, options of the head]; equal cost tables share the
+        result.
 
         Pairs of policies outside `allowed`, [tail policies, head policies], cost infinity.
         """

@@ -246,7 +246,6 @@ def forget_problems(planning: PlanningProblem) -> None:
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """Return a solution of `problem` as a choice of strategies with restored values."""
     restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
     running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(
@@ -295,8 +294,7 @@ def _frugal(
     """Return choices of small memory.
 
     The first has nearly the smallest peak by the problem's tables. The second, if there is one, is a cheap choice with
-    at
-    most this peak.
+    at most this peak.
     """
     free = restrict(problem.assignment, allowed)
     found = choice_of_smallest_peak(free, problem.usage, problem.memory_row)

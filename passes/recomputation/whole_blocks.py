@@ -88,8 +88,7 @@ class _Blocks(ForwardCalls):
         """Return the recomputed calls, each with the site before which its block is recomputed.
 
         It is the first site after the forward that reads a recomputed value of the block. With `views_alone`, only
-        views of
-        offloaded values are recomputed.
+        views of offloaded values are recomputed.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):

@@ -37,8 +37,7 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
     """Return the planning problem of the program that restores values, with the variables and options of `planning`.
 
     Clones, and copies to and from the host, have the variables of their originals. So a choice of `planning` is a
-    choice of
-    the result.
+    choice of the result.
 
     Raises:
         NotAlikeError: the program leaves out blocks, and the blocks beside them do not restore alike values alike.

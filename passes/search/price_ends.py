@@ -31,8 +31,7 @@ def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluste
     """Return the seconds that a pipeline rank needs for the end of a step, by part.
 
     The parts are "gradient reduction", "parameter gathering" and "optimizer". If the runtime overlaps the reduction
-    with
-    the last backward, or the gathering with the next forward, only the exposed seconds count.
+    with the last backward, or the gathering with the next forward, only the exposed seconds count.
     """
     reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
     if recipe.runtime.overlap_gradients:

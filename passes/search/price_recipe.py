@@ -104,11 +104,7 @@ _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 class _PassTimes(NamedTuple):
-    """Seconds of a forward or backward with its ZeRO collectives and host copies, and of the first part of a cut
-    backward.
-
-    `exposed` has the seconds that transfers of "data" (ZeRO) and `HOST` add to the pass.
-    """
+    """Seconds of a forward or backward, of a cut backward's first part, and of exposed transfers ("data", `HOST`)."""
 
     total_s: float
     first_s: float

@@ -172,7 +172,6 @@ class RecipeProblem:
 
 
 def _both(one: Only, other: Only) -> Only:
-    """Return the restriction to recipes that two restrictions allow."""
     common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
     return {**one, **other, **common}
 
@@ -211,8 +210,7 @@ def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None
 
     If `before` fits and keeps the constraints, it is returned. Otherwise the result is the fastest recipe that splits a
     micro-batch in the same way (`alike`), with any number of replicas and pipeline ranks. None means that no similar
-    recipe
-    fits, or that the ceiling ends the search first.
+    recipe fits, or that the ceiling ends the search first.
     """
     try:
         recipe = problem.base.of(before)

@@ -11,8 +11,8 @@ A recipe is chosen in four steps, and each choice is a tuple of data:
    are `data`.
 4. A `Sharding` has the ZeRO stage, and the number of ranks over which ZeRO shards.
 
-All other fields (runtime, precision, optimizer, batch) come from a given execution, `base`.
-Only possible recipes are in the set:
+All other fields (runtime, precision, optimizer, batch) come from a given execution, `base`. Only possible recipes are
+in the set:
 
 * The product of the sizes is the number of devices, and each replica runs whole micro-batches.
 * Each axis splits some dim of a block's values: heads, hidden units, experts, or the sequence.
@@ -348,8 +348,7 @@ class RecipeSpace:
         """Whether a recipe passes two checks that concern several of its fields at once.
 
         Offloading activations in a pipeline needs a runtime with `offloads_in_pipelines`. If `self.runs`, `compile`
-        must have a
-        program for the recipe (`Recipe.without_program`).
+        must have a program for the recipe (`Recipe.without_program`).
         """
         if recipe.offload == "activations" and is_several(recipe.pipeline):
             return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)

@@ -131,8 +131,7 @@ class _BestFirst:
     """The state of one search.
 
     `open` is a heap of entries: (lower bound, the entry's number, set of recipes). `bound` is the lowest bound of the
-    heap.
-    `best` is the best recipe so far, with its `objective` and `memory`.
+    heap. `best` is the best recipe so far, with its `objective` and `memory`.
     """
 
     space: RecipeSpace

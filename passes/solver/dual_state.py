@@ -92,9 +92,7 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Widen the reach after a better bound and narrow it after a worse bound, if the last update used the reach
-        fully.
-        """
+        """Widen the reach after a better bound, and narrow it after a worse bound, if the last update reached it."""
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
@@ -111,9 +109,7 @@ class DualState:
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """Return the sum over points of multiplier * (limit - constant bytes), in seconds; messages do not know this
-        constant.
-        """
+        """Return the sum over points of multiplier * (limit - constant bytes) in seconds, unknown to messages."""
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
@@ -189,9 +185,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return a choice that fits, by changes of single variables that save bytes at the peak; None if no more change
-        helps.
-        """
+        """Return a choice that fits, by single changes that save bytes at the peak; None if no more change helps."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -209,10 +203,7 @@ class DualState:
         return choice
 
     def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return pairs (variable, option) that save bytes in a memory row, the least cost per saved byte first.
-
-        Each variable has at most one pair. Saved bytes beyond `wanted` have no value.
-        """
+        """Return (variable, option), one per variable, by cost per saved byte; bytes beyond `wanted` do not count."""
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
             saved = np.minimum(sizes[choice[variable]] - sizes, wanted)

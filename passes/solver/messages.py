@@ -76,9 +76,7 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Return an edge's `costs` of allowed options, [options of the earlier variable, options of the later
-        variable].
-        """
+        """Return allowed options' `costs` of an edge, [earlier variable's options, later variable's options]."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
@@ -110,13 +108,10 @@ class Messages:
         return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
 
     def _allowed_index(self, variable: int, option: int) -> int:
-        """Return the index of the problem's `option` among the allowed options of its variable."""
         return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """Choose in program order the cheapest option of each variable, given earlier choices and messages from later
-        variables.
-        """
+        """Choose in program order each variable's cheapest option, given earlier choices and later messages."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -208,8 +203,7 @@ _FURTHER = 4.0
 
 @dataclass(frozen=True, slots=True)
 class _RaisedCosts:
-    """Costs and tables in which each forbidden entry costs `raised_by` more than the cap, the finite stand-in for
-    infinity.
+    """Costs and tables in which a forbidden entry costs `raised_by` more than the cap, which stands in for infinity.
 
     Arrays that variables or edges shared before are shared here too.
     """

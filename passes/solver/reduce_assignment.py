@@ -121,7 +121,6 @@ class _State:
         self.neighbours[second].add(first)
 
     def drop_dominated(self, variable: int) -> bool:
-        """Remove dominated options of `variable`; return whether any were removed."""
         allowed = self._allowed(variable)
         if allowed.any() and not allowed.all():
             self._keep_options(variable, np.flatnonzero(allowed))
@@ -160,9 +159,7 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Eliminate `variable` unless it is in a memory row, has many neighbours, or would need a table above
-        `_MAX_TABLE`.
-        """
+        """Eliminate `variable` unless a memory row has it, it has many neighbours, or its table is too large."""
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False

@@ -189,8 +189,7 @@ class _Model:
         """Add a row for each group of a variable's options: the group's pairs sum to the group's options.
 
         `flows` has columns of pairs, [groups, groups of the other variable]; `first` is the column of the variable's
-        first
-        option; `groups` is [options].
+        first option; `groups` is [options].
         """
         members: list[list[int]] = [[] for _ in flows]
         for option, group in enumerate(groups.tolist(), first):
@@ -217,9 +216,7 @@ class _Model:
         below: float = math.inf,
         effort: Effort = UNLIMITED,
     ) -> bool:
-        """Solve; return whether a choice costs less than `below` seconds, or raise `TimeoutError` if the solver ended
-        undecided.
-        """
+        """Solve; return whether a choice costs less than `below` seconds. `TimeoutError`: the solver ended unsure."""
         highs = self._highs
         for option, value in _options(effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
@@ -246,8 +243,7 @@ class _Model:
         """Pass the solver's bound to `goes_on`, and interrupt the solver if the answer is False.
 
         HiGHS calls this in the main thread, so Python notices Ctrl-C. An exception must not pass through the solver's
-        code, so
-        `run` raises it after the solver has ended.
+        code, so `run` raises it after the solver has ended.
         """
         try:
             is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
@@ -273,7 +269,6 @@ class _Model:
         return program
 
     def choice(self) -> tuple[int, ...]:
-        """Return the index of each variable's option."""
         solution = np.array(self._highs.getSolution().col_value)
         sizes = [len(cost) for cost in self._problem.costs]
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
@@ -285,10 +280,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The columns of one edge, [groups of the tail, groups of the head].
-
-    `tail_of` and `head_of` have one option of each group.
-    """
+    """The columns of one edge, [groups of tail, groups of head], and one option of each group of tail and head."""
 
     columns: np.ndarray
     tail_of: np.ndarray
@@ -306,8 +298,8 @@ _WITHOUT_DETOURS = {
 }
 """Options that turn off the parts of HiGHS that cost more time than they save (HiGHS 1.15).
 
-Nine problems with memory rows took 20.9 s with restarts and heuristics, 5.1 s without. Ten problems without memory
-rows took 0.85 to 1.01 s with guesses before the first relaxation and with symmetry detection, 0.49 s with neither.
+Nine problems with memory rows took 20.9 s with restarts and heuristics, 5.1 s without. Ten problems without memory rows
+took 0.85 to 1.01 s with guesses before the first relaxation and with symmetry detection, 0.49 s with neither.
 """
 
 
@@ -340,9 +332,7 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """Return the group of each row of the tables laid side by side, [rows]; equal rows share a group, numbered as first
-    met.
-    """
+    """Return the group of each row of the tables side by side, [rows]; groups are numbered by their first rows."""
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}
     rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()  # a negative zero is zero
@@ -351,5 +341,4 @@ def _groups(tables: list[Floats]) -> np.ndarray:
 
 
 def _first_of(groups: np.ndarray) -> np.ndarray:
-    """Return the index of the first row of each group, [groups]."""
     return np.unique(groups, return_index=True)[1]

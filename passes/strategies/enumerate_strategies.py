@@ -180,11 +180,7 @@ class EnumerateStrategies:
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
-        """Return the search space of `program`.
-
-        Raises:
-            NoShardingRuleError: `strict` is set, and an operator has no rule.
-        """
+        """Return the search space of `program`; `NoShardingRuleError` if `strict` and an operator has no rule."""
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
         calls = {node.name: self._call(node, ranges) for node in program.graph.nodes if _is_call(node)}

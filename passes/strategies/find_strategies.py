@@ -19,8 +19,7 @@ def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[Parti
 
     A strategy agrees if for each axis and operand one of the operand's specs in `held` uses the axis in the same way.
     Different axes may agree with different specs, so the caller still has to compare whole specs. Axes of size one
-    split
-    nothing, and are absent from `held`.
+    split nothing, and are absent from `held`.
     """
     choices = [_choices(rule, axis, size, held) for axis, size in mesh.axes]
     for combination in product(*choices):

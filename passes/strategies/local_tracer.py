@@ -28,8 +28,7 @@ KERNEL, PART_LEFT = "kernel", "part_left"
 """Keys of `node.meta` on nodes that a fused kernel would replace, in a program that is only priced.
 
 `KERNEL` is on the last node that a generated kernel replaces, and on the call of a hand-written kernel. Its value is
-the
-`KernelUse`. `PART_LEFT` is on each replaced node: the fraction of the node's own time that still counts.
+the `KernelUse`. `PART_LEFT` is on each replaced node: the fraction of the node's own time that still counts.
 """
 
 

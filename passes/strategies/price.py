@@ -145,10 +145,7 @@ class Prices:
         return self._calls[key]
 
     def _canonical_order(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """Return the choices of the mesh axes in an order that is the same for every permutation of equal axes.
-
-        Strategies that differ only in the order of axes of equal size and links cost the same, so they share one price.
-        """
+        """Order choices alike for every permutation of axes of equal size and links, which cost the same."""
         if not choices or not _has_equal_axes(self.mesh, self.cluster):
             return choices
         if choices not in self._choices:
@@ -163,8 +160,7 @@ class Prices:
         """Return the seconds to fill the padding of a call's local operands before the call.
 
         `filled` has pairs of an operand's index and the number of its padded factors, each of which reads and writes
-        the
-        operand's piece once.
+        the operand's piece once.
         """
         sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
         return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)

@@ -139,10 +139,8 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
     """Return a copy of `paths` in which recomputed sites belong to the unit in which they run.
 
     This is the unit of the next site in the program that is not recomputed. For example, if a value is recomputed in
-    the
-    backward of the next block, its site gets the path of the same module there. The path is "" if the next site is in
-    no
-    repeated block.
+    the backward of the next block, its site gets the path of the same module there. The path is "" if the next site is
+    in no repeated block.
 
     Args:
         paths: module path by the name of each site.
@@ -239,8 +237,7 @@ class _Units:
         """Raise `NotAlikeError` unless the four sites `names` of one place read values from corresponding sources.
 
         Unit n may read any value in place of a value that unit a reads from n. Unit m may read any value in place of a
-        value
-        that unit b reads from m.
+        value that unit b reads from m.
         """
         first, before_gap, after_gap, last = map(self._relations, names)
         outer_ok = _agree(first, before_gap, step=-1) and _agree(last, after_gap, step=1)
@@ -260,11 +257,9 @@ class _Units:
                 yield AlikeLinks(indices[stand_in], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
-        """Yield the places of each run of unit a or b that directly follows the other unit's, and the later run's first
-        site.
+        """Yield the places of each run of a or b that directly follows the other's, and the later run's first site.
 
-        `order` has the index of each site in the program. `NotAlikeError` is raised if a run has no counterpart beside
-        it.
+        `order` has the index of each site in the program. `NotAlikeError`: a run has no counterpart beside it.
         """
         names = [
             name
@@ -293,8 +288,7 @@ def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) ->
     """Whether a site of an outer unit (n or m) reads from sources that correspond to those of the same site in a or b.
 
     A source of the inner site that is `step` units away (-1 for n and a, 1 for m and b) is not compared. For the outer
-    site
-    it would lie outside of the four units.
+    site it would lie outside of the four units.
     """
     if len(outer) != len(inner):
         return False

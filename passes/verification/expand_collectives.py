@@ -31,11 +31,7 @@ _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_cop
 
 @dataclass(frozen=True, slots=True)
 class _PackedCollective:
-    """A bucket: the collective `started` of several joined values.
-
-    `shapes` has the shape of each value's own result. `inner` has the nodes between the values and the split, for
-    removal.
-    """
+    """A bucket of `values`: its collective, their results' shapes, and the nodes between, for removal."""
 
     started: Any
     values: Sequence[fx.Node]
@@ -123,11 +119,7 @@ def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
 
 @dataclass(slots=True)
 class _Expanding:
-    """Builds the copy of a graph with single collectives in place of buckets, which are known by the split of their
-    result.
-
-    `parts` has, for each node that selects a part of a bucket's result, the joined value that the part belongs to.
-    """
+    """Builds the copy of a graph without buckets; `parts` has the joined value behind each part of a result."""
 
     graph: fx.Graph
     buckets: Mapping[fx.Node, _PackedCollective]

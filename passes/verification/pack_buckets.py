@@ -37,11 +37,7 @@ _IN_ORDER = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.defau
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A buffer that is filled part by part.
-
-    `writers` write the parts, in order. The rewrite removes the `inner` nodes: buffer, parts, and copies or views into
-    them.
-    """
+    """A buffer that `writers` fill, in the order of its parts; the rewrite removes the `inner` nodes."""
 
     buffer: fx.Node
     writers: Sequence[fx.Node]
@@ -142,7 +138,6 @@ def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
 
 
 def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a value has the shape `shape`, and the dtype and device of `like`."""
     one, other = value.meta.get("val"), like.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False

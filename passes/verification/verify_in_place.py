@@ -59,8 +59,7 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
 
 @dataclass(slots=True)
 class _WrittenMemory:
-    """The content of memory while the graph that writes is walked. A place is named by the node that first had a value
-    there.
+    """The content of memory during the walk. A place is named by the node that first had a value there.
 
     Args:
         written: index of the overwritten placeholder, by index of the result.
@@ -199,7 +198,6 @@ class _WrittenMemory:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a plain `clone`, without a memory format."""
     return node.target is _aten.clone.default and not node.kwargs
 
 

@@ -59,7 +59,6 @@ def _verify(before: Any, after: Any) -> None:
 
 
 def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
-    """Check that the program `after`, once its kernels are expanded, computes the results of `before`."""
     from passes.verification.expand_kernels import (
         expand_kernels,  # triton is imported only for a program with kernels
     )

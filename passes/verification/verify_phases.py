@@ -138,10 +138,7 @@ def _check_parts(phased: PhasedProgram) -> None:
 
 
 def _check_host(phased: PhasedProgram) -> None:
-    """Check that only fetches read values on the host.
-
-    The forward may save values on the host for the backward. No other result of a phase may be on the host.
-    """
+    """Check that only fetches read values on the host, and that phases return none but the forward's saved values."""
     results, count = _results(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
@@ -153,10 +150,7 @@ def _check_host(phased: PhasedProgram) -> None:
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
-    """Return the value numbers of a phase's results, and check that each call is a call of the joint program.
-
-    `joint` is the joint program's numbering; the phase's nodes are added. `inputs` has the number of each placeholder.
-    """
+    """Return the value numbers of a phase's results, and check that each call is a call of the joint program."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise VerificationError(
@@ -186,14 +180,7 @@ def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: S
 
 
 def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
-    """Check that the values that one phase hands to the next are the joint nodes of the listed names, in order.
-
-    Args:
-        names: value number of each joint node, by name.
-        kept: the listed names (`PhasedProgram.saved` or `carried`).
-        found: value numbers of the handed values.
-        phase: name of the phase, for the message.
-    """
+    """Check that the values handed to the next phase are the joint nodes named in `kept`, in order."""
     if [names.get(name) for name in kept] != list(found):
         raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 

@@ -76,7 +76,6 @@ def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
 
 
 def _add_split(numbering: Numbering, node: fx.Node) -> None:
-    """Give a call `addmm(bias, left, right)` the value number of `mm(left, right) + bias`."""
     kind, _, (word, bias, left, right), keywords = numbering.structure(node)
     product = numbering.add(node, (kind, _aten.mm.default, (word, left, right), keywords))
     numbering.add(node, (kind, _aten.add.Tensor, (word, (OPERAND, product), bias), keywords))

@@ -120,7 +120,6 @@ def _check_owners(lowered: LoweredProgram) -> None:
 
 
 def _check_nodes(derivation: Derivation) -> None:
-    """Check that every node of the lowered program is part of a proof."""
     for node in derivation.lowered.graph_module.graph.nodes:
         if node.op != "output" and derivation.local.numbers[node] not in derivation.covered:
             raise VerificationError(_unproven_text(derivation, node))
@@ -143,8 +142,7 @@ def _check_results(derivation: Derivation) -> None:
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """Check that each carried value is one that the traced update reads from the backward, whole or as addends of a
-    sum.
+    """Check that the traced update reads each carried value from the backward, whole or as addends of a sum.
 
     The sum over micro-batches is then the value for the whole batch.
     """
@@ -164,7 +162,6 @@ def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
 
 
 def _read_by_update(derivation: Derivation) -> set[int]:
-    """Return the value numbers of the backward's traced values that the traced update reads."""
     return {
         derivation.traced.numbers[operand]
         for node in derivation.program.graph.nodes

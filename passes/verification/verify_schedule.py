@@ -99,7 +99,6 @@ def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
 
 
 def _check_transfers(order: PipelineOrder, *, trains: bool) -> None:
-    """Check that every message between two ranks has one send and one receive."""
     tasks = [task for slots in order.ranks for slot in slots for task in slot if task.work.is_transfer]
     sent = Counter(task.message for task in tasks if task.work.is_send)
     received = Counter(task.message for task in tasks if not task.work.is_send)

@@ -370,7 +370,6 @@ class _LossWalk:
         return Count(of_part, of_whole, tuple(exponents), names)
 
     def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the sums over the batch from which a count is computed."""
         if isinstance(self.states[node][0], Sum):
             yield node
         elif isinstance(self.states[node][0], OfInputs):
@@ -384,10 +383,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the rule's factor along which operands with the state `SlicedDim` are split (the first of their dim).
-
-    The result is None if the factors of two operands differ, or if an operand with another state has the factor too.
-    """
+    """Return the factor along which `SlicedDim` operands are split; None if it differs, or other operands have it."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):

@@ -293,10 +293,7 @@ class _LayerCounter:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
-        """Return, for each kernel of a layer class, the values that take memory only while the phase runs.
-
-        Views of one value count once, as the whole value.
-        """
+        """Return, for each kernel, the values that take memory only while the phase runs; views count as one value."""
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
             for chain in self._chains_in(layer, phase):

@@ -41,8 +41,7 @@ class Busy:
     """Seconds of a device in kernels of each kind (products, attention, memory-bound), and the number of kernels.
 
     `weight_gradient_s` is the part of `matmul_s` in products that make parameters' gradients, which no other kernel
-    waits
-    for. `weight_gradient_kernels` is the number of these products.
+    waits for. `weight_gradient_kernels` is the number of these products.
     """
 
     matmul_s: float = 0.0

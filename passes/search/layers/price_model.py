@@ -188,8 +188,7 @@ class PricedModel:
 
         They are operands of experts' operators (`kernels.experts`). A model without these operators may have stacks of
         matrices: parameters of three dims that batched or grouped products read. Each parameter of three dims with as
-        many
-        experts as a stack counts too, such as a bias.
+        many experts as a stack counts too, such as a bias.
         """
         if layers := matrices_of_layers(self.folded):
             return tuple(dict.fromkeys(source_of(node)[0].name for node in layers))

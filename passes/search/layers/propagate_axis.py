@@ -272,11 +272,7 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value, or None if the value is free.
-
-        It is the spec in which the value was made, or the reduced spec if a partial value in the same memory was
-        reduced since.
-        """
+        """Return a value's spec as made, or as reduced since if it was partial; None if the value is free."""
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -321,8 +317,7 @@ class _Propagation:
         """Return the cost of a strategy on the expert axis, as a tuple like that of `_cost`.
 
         A call may be split only if it reads a split operand, and no value may be partial, because each expert works
-        alone. A
-        gradient is made where its parameter lies.
+        alone. A gradient is made where its parameter lies.
         """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
@@ -407,8 +402,7 @@ class _Propagation:
         """Whether a call needs no collective for an operand.
 
         The operand has the right spec, is new (`_is_new`), or has a whole copy from this phase, or the call reads only
-        its
-        shape. On the expert axis, one exchange in any phase is enough.
+        its shape. On the expert axis, one exchange in any phase is enough.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):
