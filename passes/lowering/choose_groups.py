@@ -55,12 +55,10 @@ class ChosenGroup:
 
     Args:
         members: the calls, without views and constants, in order.
-        operands: the values that the kernel reads.
         results: members that calls outside of the group read, in order.
         group: the computation of the kernel, without names.
         names: for each operand and then each step of `group`, the name of its node in the program.
         saved_bytes: bytes of memory traffic that the kernel saves.
-        saved_launches: number of launches that the kernel saves.
         later: launches and memory traffic of the further kernels that add up the chunks of split sums.
     """
 
@@ -104,7 +102,6 @@ def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, 
     Only groups that save a launch are returned. A graph that writes in place has no groups.
 
     Args:
-        graph: the graph; its nodes have fake values in `meta["val"]`.
         device: the device, for times; None compares bytes.
     """
     if any(_writes(node) for node in graph.nodes):

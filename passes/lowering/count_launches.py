@@ -100,7 +100,7 @@ def second_step(target: Any, value: Any) -> Traffic:
     """Return the launches and traffic of the kernels that add up weight gradients at the end of our norms' backwards.
 
     The main kernel stores partial sums of each weight's gradient as float32 rows. One further kernel for each weight
-    adds up these rows. The result is zero for operators other than `target`s of norms' backwards.
+    adds up these rows. Zero for all other operators.
     """
     if not str(target).startswith("autoshard.") or "norm_backward" not in str(target):
         return Traffic()

@@ -39,10 +39,7 @@ def lower_program(
     """Lower a program by a plan, and cut it into forward, backward and update.
 
     Args:
-        program: the traced program.
-        plan: the plan of this program.
         cluster: the hardware. Its times decide between several ways to reshard a value. None: bytes sent decide.
-        options: the options of the passes.
 
     Raises:
         PlanMismatchError: the plan belongs to another program.

@@ -71,10 +71,7 @@ class LoweringOptions:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether expert layers may save received rows for the backward (`KeepRows`).
-
-        Programs for a compiler do not, because the number of rows varies, and compilers assume fixed sizes.
-        """
+        """Whether expert layers may save received rows for the backward; programs for a compiler do not."""
         return self.with_overlap and not self.saves_least
 
     @property

@@ -33,10 +33,9 @@ def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpac
 def repeated_intervals(
     liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace, intervals: Mapping[Key, Interval]
 ) -> dict[Key, tuple[Interval, int]]:
-    """Return the lifetime of each value's copies in left-out units, and their number, by the value that stands for the
-    copies.
+    """Return the lifetime and the number of each value's copies in left-out units, by the value they are copies of.
 
-    `intervals` has the lifetimes of the program's own values. Values without copies are absent from the result.
+    `intervals` has the lifetimes of the program's own values. Values without copies are absent.
     """
     gaps = _gaps(liveness, repeated, space)
     standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}

@@ -53,8 +53,7 @@ def prove_padding(
     length: int,
     fills: Mapping[str, float],
 ) -> PaddingProof:
-    """Try to prove that padding reaches no result of a call; return the padded dims of each result, or why the proof
-    fails.
+    """Try to prove that padding reaches no result of a call; return each result's padded dims, or why this fails.
 
     Args:
         trace: traces the program of a call.

@@ -86,7 +86,6 @@ class BaselineSteps(Mapping[str, float | None]):
     The pickle of the mapping is a dict of the known steps.
 
     Args:
-        names: names of the recipes.
         known: the steps that are predicted already.
         predict: by recipe, the functions that predict the other steps.
     """

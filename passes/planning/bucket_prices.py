@@ -68,8 +68,7 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """Return the best choice at bucket prices, with its cost at single prices; None if no choice fits or the search was
-    stopped.
+    """Return the best choice at bucket prices, with its cost at single prices; None if none fits or the search stopped.
 
     Progress is not shown, because costs at bucket prices cannot be compared with those of the first search.
 

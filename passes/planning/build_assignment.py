@@ -139,8 +139,6 @@ def build_problem(
     """Return the planning problem of a search space.
 
     Args:
-        space: the sites and links.
-        liveness: the lifetimes of values in memory.
         representatives: for each site, the site whose strategy it shares (`fold_blocks`).
         repeated: the repeated units of blocks. Their sites at one place share a strategy too.
     """

@@ -50,8 +50,7 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of a mesh axis: for each kind of value, whether it is split over the axis (True), whole (False), or free
-    (None).
+    """The role of a mesh axis: whether each kind of value is split over the axis (True), whole (False), or free (None).
 
     Args:
         parameters: parameters at rest.
@@ -324,7 +323,7 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """Yield for each forward call on a vector and no matrix whether strategies split the sequence (last dim but one)."""
+    """Yield for each forward call on a vector and no matrix whether strategies split the sequence (last dim but 1)."""
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):

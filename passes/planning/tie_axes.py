@@ -45,7 +45,6 @@ def space_in_time(
 
     Args:
         enumerate_strategies: the pass that builds the search space of single axes.
-        program: the prepared program.
         levels: the possible groups of axes, from single axes to the fewest groups (`tied_levels`).
         time_budget_s: seconds for all of planning.
     """

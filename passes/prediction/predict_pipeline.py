@@ -132,9 +132,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """Return each rank's tasks without transfers, as rows (stage, kind of action, micro-batch, 0) for
-    `cost_models.order_times`.
-    """
+    """Return each rank's tasks, without transfers, as `cost_models.order_times` rows: (stage, kind, micro-batch, 0)."""
     return [
         np.array(
             [

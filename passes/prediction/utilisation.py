@@ -52,9 +52,7 @@ class Utilisation:
 
 
 def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation:
-    """Return the seconds that a step's FLOPs take at the device's peak for each dtype, under the strategies of
-    `choice`.
-    """
+    """Return the seconds of a step's FLOPs at the device's peak for each dtype, under the strategies of `choice`."""
     if "contractions" not in planning.derived:
         planning.derived["contractions"] = _find_contractions(planning)
     contractions: Sequence[_Contraction] = planning.derived["contractions"]

@@ -84,9 +84,7 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Return the segment that adds all later micro-batches' gradients to the first's, each in `adding_s`; [] if nothing
-    is added.
-    """
+    """Return the segment that adds later micro-batches' gradients to the first's, each in `adding_s`; [] if none."""
     more = micro_batches - 1
     if not more or not adding_s:
         return []

@@ -267,8 +267,8 @@ def cut_forward(
     seconds: NodeSeconds,
     windows: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Cut a forward into consecutive runs so that the longest run takes the least time and, among equal cuts, the
-    fewest bytes cross.
+    """Cut a forward into consecutive runs: the longest takes the least time, and among equal cuts the fewest bytes
+    cross.
 
     Args:
         windows: first and last possible index of each end; None for any.

@@ -24,8 +24,7 @@ PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies, with the values that it recomputes and offloads; its cost includes recomputation and
-    copies.
+    """A choice of strategies with the values that it restores; its cost includes recomputation and copies.
 
     Args:
         planning: the problem of the program that restores values. Its variables are those of the program that keeps all

@@ -40,7 +40,6 @@ class RecomputeMemory:
 
     Args:
         planning: the problem without recomputation.
-        options: the policies that each value may have.
         spread: a cache of tables of bytes; alike values share a table.
         wholes: a cache of `_whole_bytes`, by the name of a view.
     """

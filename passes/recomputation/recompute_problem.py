@@ -44,7 +44,6 @@ class RecomputeProblem:
 
     Args:
         planning: the problem without recomputation. Here each of its options is repeated for each policy.
-        options: the possible policies.
         assignment: the costs of options and pairs of options, without rows for memory.
         usage: the bytes in use on each rank at each program point under a choice.
     """
@@ -155,7 +154,6 @@ def build_recompute_problem(
     """Return the problem with recomputation over the strategies of `planning`, which has no recomputation.
 
     Args:
-        options: the possible policies.
         with_memory: whether to count memory. A choice that is not searched needs no memory.
         control: ends building when time is up; None: building goes on to the end.
 

@@ -131,8 +131,6 @@ def memory_price(
     """Return the peak memory of the pipeline rank that needs most.
 
     Args:
-        sizes: the price of each layer class.
-        stages: the number of layers of each class in each stage.
         in_flight: for each pipeline rank, the number of micro-batches that each of its stages holds at the peak.
     """
     counts = rank_counts(tuple(sizes), stages, recipe)

@@ -163,12 +163,7 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
 
 @dataclass(frozen=True)
 class Step:
-    """A priced step under one recipe. Each property is computed when it is first read.
-
-    Args:
-        layers: the price of each layer class.
-        stages: the number of layers of each class in each stage.
-    """
+    """A priced step under one recipe; each property is computed when it is first read."""
 
     layers: Mapping[str, LayerPrice]
     stages: Sequence[Stage]

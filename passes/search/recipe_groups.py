@@ -132,8 +132,7 @@ Source: jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel, 5 
 def in_pieces(
     exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
 ) -> float:
-    """Return the seconds of exchanging `total_bytes` in `count` equal pieces, by default of the size of the runtime's
-    buckets.
+    """Return the seconds of exchanging `total_bytes` in `count` equal pieces; None: pieces as large as the buckets.
 
     With `Runtime.listed_collectives`, each piece also takes host time for each rank of the group.
     """

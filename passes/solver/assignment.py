@@ -32,8 +32,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes in use at one program point: `constant`, plus bytes of chosen options, plus bytes of chosen pairs of
-    options.
+    """Bytes in use at a program point: `constant`, plus bytes of the chosen options, plus bytes of the chosen pairs.
 
     Keys are indices of variables and of edges. Arrays are [options] and [options of `tail`, options of `head`].
     """
@@ -52,8 +51,7 @@ class MemoryRow:
 
 
 def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
-    """Return a memory row that only one choice exceeds: `choice`, which exceeds the true limit by less than the
-    solver's tolerance.
+    """Return a memory row exceeded only by `choice`, which exceeds the true limit by less than the solver's tolerance.
 
     `costs` are those of the `Assignment`, and give each variable's number of options.
     """

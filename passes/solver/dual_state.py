@@ -145,8 +145,7 @@ class DualState:
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def raise_multipliers(self) -> None:
-        """Look by bisection for the smallest factor on all best multipliers with which the rounded choice fits; offer
-        each choice.
+        """Find by bisection the smallest factor on all best multipliers whose rounded choice fits; offer each choice.
 
         Afterwards the best multipliers are in force again.
         """

@@ -82,9 +82,7 @@ class Messages:
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Pass messages forward and back `times` times; return the best bound, in seconds, and a choice from before the
-        last pass.
-        """
+        """Pass messages forward and back; return the best bound, in seconds, and a choice from before the last pass."""
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._original_options(self._round()) if not left else ()
@@ -156,9 +154,7 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change single variables of a choice while costs with weighed bytes fall (iterated conditional modes); return
-        the result.
-        """
+        """Change single variables while the choice gets cheaper with weighed bytes (iterated conditional modes)."""
         current = [self._allowed_index(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
@@ -175,9 +171,7 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """Return the seconds of each option of `variable` with the others as in `choice`, without weighed bytes,
-        [options].
-        """
+        """Return the seconds of each option of a variable, without weighed bytes; other variables have their choice."""
         allowed = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:

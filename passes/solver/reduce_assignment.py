@@ -49,9 +49,7 @@ class Reduced:
 
 
 def reduce_assignment(problem: Assignment) -> Reduced:
-    """Return the smaller assignment after both reductions of the module's docstring, repeated until neither changes
-    anything.
-    """
+    """Return the smaller assignment after repeating the module docstring's two reductions until neither changes it."""
     state = _State.of(problem)
     queue = set(range(len(problem.costs)))
     while queue:

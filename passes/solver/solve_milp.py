@@ -62,11 +62,9 @@ def solve_milp(
     """Return a cheapest choice that fits, or None if no choice that costs less than `below` fits.
 
     Args:
-        problem: the assignment.
         control: receives the bound while the solver runs. If the control stops the solver, the best choice so far is
             returned, with the bound proven by then.
         below: seconds; a choice that costs this much or more is not returned.
-        effort: limits of the search.
 
     Raises:
         TimeoutError: the search was stopped, or its effort was used up, before a choice was found.

@@ -57,7 +57,6 @@ class Site:
         name: the node's name; the slot's name for an output of the program, such as "output:0".
         node: the fx node; None for an output of the program.
         phase: "forward", "backward" or "update".
-        strategies: the strategies to choose from.
         results: shapes and dtypes of the site's tensors, in order, without a call's results that are None.
         rule: the call's bound rule; None for an operator without a rule, and for placeholders and outputs.
         call: a number that equal calls share: calls with the same operator, literals, shapes and dtypes. The number
@@ -129,7 +128,6 @@ class SearchSpace:
     """The graph in which the search chooses one strategy for each site.
 
     Args:
-        program: the prepared program.
         sites: site by name, in program order; the outputs of the program come last.
         links: all links. Other modules refer to a link by its index in this tuple.
         replicated_operators: (operator's name, user's line) of operators without a sharding rule, which every rank runs
@@ -307,7 +305,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the call that computes the value of `node`, and the value's index among the call's tensor results.
 
-    Usually `node` is this call, and the index is 0. If `node` is a `getitem`, the call is the one with several results.
+    Usually these are `node` and 0. If `node` is a `getitem`, the call is the one with several results.
     """
     if not _is_selection(node):
         return node, 0

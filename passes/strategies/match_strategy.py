@@ -14,8 +14,7 @@ from autoshard.rules.notation import BoundRule, Dims
 
 
 def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name: str) -> Strategy:
-    """Return the strategy of `rule` that has the operand and result specs of `node_plan`; `name` is for the error
-    message.
+    """Return the strategy of `rule` with the operand and result specs of `node_plan`; `name` is for the error message.
 
     Raises:
         PlanMismatchError: the rule admits no strategy with these specs.

@@ -32,10 +32,9 @@ _aten = torch.ops.aten
 
 
 def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None]) -> frozenset[tuple[str, str]]:
-    """Return the links (name of the maker, name of the reader) on which a gradient is still in 16 bits.
+    """Return the links (maker's name, reader's name) of the prepared program on which a gradient is still in 16 bits.
 
     Args:
-        program: the prepared program.
         rules: the bound rule of each call, by the node's name.
     """
     gradients = {slot.node for slot in program.outputs_of(OutputKind.GRADIENT)}

@@ -49,11 +49,7 @@ class NodePrices:
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Return the seconds of communication at a node: a collective's time, or how long a call waits for exchanged
-        rows.
-
-        Other nodes take 0.
-        """
+        """Return the seconds of a collective, or of a call's wait for exchanged rows; 0 for other nodes."""
         if exchanges(node):
             links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
             computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)

@@ -159,8 +159,7 @@ class StrategyForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The strategies of a traced call, with the local forms that `emit_local` emits for them. Equal calls share one
-    object.
+    """The strategies of a traced call, with the local forms that `emit_local` emits; equal calls share one object.
 
     `rule` is the bound rule of the calls; None if the operator has no rule.
     """

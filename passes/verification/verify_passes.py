@@ -29,11 +29,6 @@ from passes.verification.verify_program import verify_program
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
     """Prove that a pass preserved the results of its input. The function can be passed as `LoweringOptions.on_pass`.
 
-    Args:
-        rewrite: the pass, for the message.
-        before: the program that the pass got.
-        after: the program that the pass returned.
-
     Raises:
         VerificationError: the results differ. The message names the pass.
     """

@@ -25,7 +25,6 @@ class Chains:
     """The chains of fused calls of a program.
 
     Args:
-        folded: the program.
         working: names of the calls that run a kernel.
         varying: names of the values that depend on inputs or parameters.
         fused: whether calls are fused; otherwise each call is a chain of its own.

@@ -170,7 +170,6 @@ def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fu
     """Return every layer class of a folded program, by name.
 
     Args:
-        folded: the program.
         layouts: each axis' split of the program, by axis.
         fused: whether a chain of memory-bound calls is one kernel.
     """

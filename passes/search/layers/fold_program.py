@@ -53,8 +53,7 @@ class FoldedProgram:
     lists: tuple[BlockList, ...] = ()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the qualified names of the whole model's parameters that a parameter of the shortened model stands
-        for.
+        """Return the qualified names of parameters of the whole model that one of the shortened model stands for.
 
         Empty for a parameter of a block that another block stands for.
         """

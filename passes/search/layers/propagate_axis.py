@@ -112,8 +112,7 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """Return the strategies of every call of a canonical program on one axis, but none with communication inside of a
-    call.
+    """Return the strategies of each call of a canonical program on one axis, without communication inside of calls.
 
     Ring attention and the exchange inside of experts have no price here. The expert axis gets its exchanges from
     `route_tokens.shared_layers`.
