@@ -181,7 +181,6 @@ class _UnitedGroups:
         return number
 
     def _unite_all(self) -> None:
-        """Merge the two groups whose union saves most time, again and again, until no union saves time."""
         waiting: list[Any] = []  # (-saved, places of the first members, numbers of the groups)
         unions: dict[tuple[int, int], ChosenGroup] = {}
 

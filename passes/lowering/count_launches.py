@@ -83,7 +83,6 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether `value.view(shape)` is possible with the tensor's strides."""
     try:
         torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
     except RuntimeError:

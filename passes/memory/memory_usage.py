@@ -138,7 +138,6 @@ class MemoryUsage:
         return float(self._in_use(sizes).max(initial=0.0))
 
     def _in_use(self, sizes: Floats) -> Floats:
-        """Return the bytes at each point, [points], if each item has the bytes `sizes`, [items]."""
         sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)

@@ -170,7 +170,6 @@ def _with_adding(backward: Segment, seconds: float) -> Segment:
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """Return the runs of a stage's phases in a step; absent phases run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 

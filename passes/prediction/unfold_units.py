@@ -117,7 +117,6 @@ class _Unfolding(Generic[_Event]):
         return (unit > AFTER_GAP) == (self.units[region + 1] > AFTER_GAP)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:
-        """Yield the sort key of each copy of an event of b."""
         own = min(
             (number for number, unit in enumerate(self.units) if unit == AFTER_GAP),
             key=lambda number: abs(number - region),

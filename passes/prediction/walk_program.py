@@ -92,7 +92,6 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
 
 
 def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
-    """Return the seconds to add one backward's gradients to their sums."""
     sizes = zip(carried_nodes(phased), carried_bytes(phased), strict=True)
     return sum(units.count(node) * accumulation_time(size, device) for node, size in sizes)
 

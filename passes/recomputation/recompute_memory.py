@@ -301,7 +301,6 @@ class RecomputeMemory:
         return self.spread[key]
 
     def _own_bytes(self, link: Link) -> Floats:
-        """Return the bytes of a link's value, by the option of the site that makes it."""
         return self.planning.memory.of_value(link.tail, link.result)
 
     def _whole_bytes(self, link: Link) -> Floats:

@@ -115,7 +115,6 @@ class RecomputeProblem:
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether a choice reshards the value of a link for its reader."""
         base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]

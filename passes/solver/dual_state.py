@@ -260,8 +260,7 @@ Until some choice fits, only the reach limits the multipliers, and far too large
 """
 
 _NEAREST = 1.0
-"""Each multiplier may exceed its best value by this fraction of the largest best multiplier, even if the reach is less.
-"""
+"""Each multiplier may exceed its best value by this fraction of the largest best value, even if the reach is less."""
 
 _POINTS_WEIGHED = 16
 """The most program points that get a multiplier. A training step of 139 nodes needs 3.

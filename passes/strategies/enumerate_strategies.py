@@ -1,7 +1,6 @@
 """List the strategies that the sharding rule of each node admits.
 
-The result is a `SearchSpace`, a graph of sites and links. A site is a node for which a strategy is chosen. A link leads
-from the site that makes a value to a site that reads the value.
+The result is a `SearchSpace`, a graph of sites (nodes that need a strategy) and links (values between sites).
 
 A model repeats few kinds of calls, so two results are shared. Calls with equal operators, literals, shapes and dtypes
 share one bound rule (`BoundRule`: a sharding rule with the sizes of the call). Bound rules that admit the same

@@ -194,7 +194,6 @@ def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
 
 
 def _equal_axes(mesh: Mesh) -> list[list[int]]:
-    """Return, for each size of an axis in the mesh, the indices of the axes of this size."""
     return [[i for i, size in enumerate(mesh.shape) if size == each] for each in dict.fromkeys(mesh.shape)]
 
 

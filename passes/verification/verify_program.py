@@ -259,7 +259,6 @@ def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
 
 
 def _first_underived(derivation: Derivation) -> fx.Node | None:
-    """Return the first traced node whose results no local value holds, or None."""
     for number, node in enumerate(derivation.traced.nodes):
         selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
         if not any(derivation.holders[held] for held in (number, *selections)):

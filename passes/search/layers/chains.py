@@ -96,7 +96,6 @@ class Chains:
         return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
-        """Return the last call of each call's chain, both by name."""
         order = [node for node in self.folded.single.graph.nodes if node.name in self.working]
         last = {node.name: node.name for node in order}
         for node in reversed(order):

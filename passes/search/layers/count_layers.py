@@ -1,13 +1,13 @@
-"""Count the work and memory of each layer class of a folded program, so that the price of any recipe is plain
-arithmetic.
+"""Count the work and memory of each layer class of a folded program, from which any recipe is priced.
 
 A layer class has kernels, with their operators and tensors, collectives on each axis, and values that it saves. The
 size of a tensor is linear in the batch, and each dim has the axes that split it.
 
 Each call of the program is a kernel, with these exceptions, which hold for the usual training libraries:
+
 * The product before a bias adds the bias (cuBLASLt's epilogue, `addmm`).
 * A copy that only changes the layout in memory is not made next to attention or a batched product. Their kernels read
-and write strided tensors.
+  and write strided tensors.
 * Position tables, causal masks and all other values that depend on no input or parameter are made once, not per step.
 * A chain of memory-bound calls is one kernel (`chains.py`).
 """
@@ -256,7 +256,6 @@ class _LayerCounter:
     # Sizes.
 
     def _operand(self, node: fx.Node, index: int) -> Sized:
-        """Return operand `index` of a call, with the splits that the call needs."""
         one = operands_of(node)[index].meta["val"]
         two = operands_of(self.folded.twin[node.name])[index].meta["val"]
         specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}

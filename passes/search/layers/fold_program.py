@@ -1,5 +1,4 @@
-"""Fold a traced model to one block of each kind and the parts before and after the blocks, with sizes linear in the
-batch.
+"""Fold a traced model to one block of each kind and the parts around the blocks, with sizes linear in the batch.
 
 The model, shortened to a few blocks, is traced with two and with three sequences. Both traces must be the same program
 but for sizes, and the program of one sequence is extrapolated from them. Then every dim is

@@ -117,7 +117,6 @@ class PricedModel:
 
     @cached_property
     def _space(self) -> SearchSpace:
-        """The strategies of each operator on a mesh of one axis."""
         return axis_space(self.folded.single)
 
     @cached_property

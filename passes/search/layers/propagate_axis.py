@@ -1,5 +1,4 @@
-"""Propagate one mesh axis through a program, as an expert's recipe would: specs flow from fixed values to all other
-values.
+"""Propagate one mesh axis through a program as an expert would: specs flow from fixed values to all other values.
 
 The axes of a recipe are independent: each axis splits a value, or leaves it whole, whatever the other axes do. So each
 axis is propagated alone, on a mesh of its own. Calls are visited in program order, and each takes one of the strategies
