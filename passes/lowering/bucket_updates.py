@@ -30,12 +30,7 @@ from passes.verification.verify_in_place import written_operands
 
 @dataclass(frozen=True, slots=True)
 class _UpdateBucket:
-    """Updates of several parameters that become one call.
-
-    Args:
-        target: the operator of the call.
-        nodes: the updates, two or more, in the order of the graph.
-    """
+    """Two or more updates, in the order of the graph, that become one call of the operator `target`."""
 
     target: Any
     nodes: tuple[fx.Node, ...]
@@ -45,16 +40,13 @@ class _UpdateBucket:
 class BucketUpdates:
     """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
 
-    Args:
-        with_triton: use a Triton kernel for Adam's updates that it supports.
+    `with_triton` uses a Triton kernel for the updates of Adam that it supports.
     """
 
     with_triton: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return a copy of a graph that writes in place, with its updates joined. Without joined updates, return the
-        graph itself.
-        """
+        """Return a copy of a graph that writes in place, with joined updates; the graph itself if none are joined."""
         return _bucketed(graph_module, self.with_triton)
 
 
@@ -93,11 +85,7 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """Return the operator that performs many updates like `node` in one call, and a tuple of dtypes.
-
-    For the Triton kernel, the tuple has the dtypes of the tensors of `node`, which must be equal in all joined updates.
-    For other operators, the tuple is empty.
-    """
+    """Return the operator for many updates like `node`, and the dtypes that joined updates must share (Triton only)."""
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
     if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
@@ -110,21 +98,14 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """Return the fake value of an operand; None if it is unknown.
-
-    A copy without a fake value counts as the node that it copies.
-    """
+    """Return an operand's fake value, or that of the node that it copies; None if it is unknown."""
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     return operand.meta.get("val")
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
-    """Return the nodes in an order in which each bucket is one call; None if no such order exists.
-
-    The first update of a bucket stands for the bucket, and its other updates are left out. If several nodes may come
-    next, the node that comes first in the graph is next.
-    """
+    """Return the nodes in an order with each bucket as one call, its first update, or None; ties keep the order."""
     names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
     waits: dict[fx.Node, set[fx.Node]] = {name: set() for name in names.values()}

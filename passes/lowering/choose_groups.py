@@ -55,12 +55,10 @@ class ChosenGroup:
 
     Args:
         members: the calls, without views and constants, in order.
-        operands: the values that the kernel reads.
         results: members that calls outside of the group read, in order.
         group: the computation of the kernel, without names.
         names: for each operand and then each step of `group`, the name of its node in the program.
         saved_bytes: bytes of memory traffic that the kernel saves.
-        saved_launches: number of launches that the kernel saves.
         later: launches and memory traffic of the further kernels that add up the chunks of split sums.
     """
 
@@ -75,14 +73,11 @@ class ChosenGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Launches and memory traffic of the kernel and of the sums that follow it."""
+        """Launches and memory traffic of the kernel and of the sums that follow it, in one run."""
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """Return the group with `later`, `saved_bytes` and `saved_launches` set.
-
-        The savings are the traffic of the members as single calls, minus the traffic of the group.
-        """
+        """Return the group with `later`, and with its savings against its members as single calls."""
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(
@@ -92,11 +87,7 @@ class ChosenGroup:
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
-        """Return the group with names and a docstring, from which the kernel's source is written.
-
-        Args:
-            alike: number of groups in the program with the same computation, for the docstring.
-        """
+        """Return the group with names and a docstring for its source, which says that `alike` groups are equal."""
         nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
         source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
         others = f" The program has {alike} such groups." if alike > 1 else ""
@@ -111,7 +102,6 @@ def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, 
     Only groups that save a launch are returned. A graph that writes in place has no groups.
 
     Args:
-        graph: the graph; its nodes have fake values in `meta["val"]`.
         device: the device, for times; None compares bytes.
     """
     if any(_writes(node) for node in graph.nodes):
@@ -157,13 +147,10 @@ class _UnitedGroups:
     """The groups of a graph during the merging.
 
     Args:
-        graph: the graph.
-        device: the device, or None.
         places: index of each node in the order in which every call comes as early as its operands allow.
         readers: the calls that read each value, directly or through views, by node.
         groups: the present groups, by number.
         owners: the number of the group that a call belongs to, by node.
-        numbers: gives each new group its number.
     """
 
     graph: fx.Graph
@@ -194,7 +181,6 @@ class _UnitedGroups:
         return number
 
     def _unite_all(self) -> None:
-        """Merge the two groups whose union saves most time, again and again, until no union saves time."""
         waiting: list[Any] = []  # (-saved, places of the first members, numbers of the groups)
         unions: dict[tuple[int, int], ChosenGroup] = {}
 
@@ -267,20 +253,13 @@ class _UnitedGroups:
 
 @dataclass(slots=True)
 class _GroupBuilder:
-    """Builds the group of some calls.
-
-    Args:
-        within: the calls.
-        operands: index of each value that the group reads.
-        steps: the calls of the group, with the views and constants that they read, operands first.
-    """
+    """Builds the group of the calls `within`: its operands by index, and its steps with views and constants."""
 
     within: set[fx.Node]
     operands: dict[fx.Node, int] = field(default_factory=dict)
     steps: list[fx.Node] = field(default_factory=list)
 
     def build(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> ChosenGroup | None:
-        """Return the group of the calls `members` with the results `results`; None if the group reads no value."""
         for node in members:
             self._visit(node)
         if not self.operands:
@@ -320,10 +299,7 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the index of each node in the order in which calls for kernels stand as early as their operands allow.
-
-    All other calls keep their order.
-    """
+    """Return each node's index in an order with calls for kernels as early as possible, and all others as before."""
     levels: dict[fx.Node, int] = {}
     calls = 0
     for node in graph.nodes:

@@ -49,11 +49,7 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class FuseKernels:
-    """Replaces groups of calls, and then single calls, by Triton kernels.
-
-    Args:
-        kernels: kernels for groups, in the order in which they are tried.
-    """
+    """Replaces groups of calls, by the first of `kernels` that fits, and then single calls, by Triton kernels."""
 
     kernels: Sequence[FusedKernel] = FUSED
 
@@ -177,10 +173,7 @@ class _FusedGraph:
         return node in self.nodes[self.numbering.numbers[node]]
 
     def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
-        """Replace the group of `match` by the kernel if this is legal and pays; return whether it was replaced.
-
-        `anchor` is the node that computes the kernel's first result now.
-        """
+        """Replace a group by the kernel if this is legal and pays; `anchor` computes its first result now."""
         group = self._group(match, anchor)
         arguments = None if group is None else self._arguments(kernel, form, group, anchor)
         if group is None or arguments is None:
@@ -220,8 +213,8 @@ class _FusedGraph:
         """Return the arguments of the kernel's call, or None if the call is impossible.
 
         If several nodes have an operand's value, the last one before the first reader of a result is taken. The call is
-        impossible if there is no such node. It is also impossible if the program has a number in place of a tensor. For
-        example, the 1 of `linear(x) + 1` is no bias.
+        impossible if there is no such node, or if the program has a number in place of a tensor. For example, the 1 of
+        `linear(x) + 1` is no bias.
         """
         values = dict(group.match.variables)
         for name, value in values.items():
@@ -240,10 +233,7 @@ class _FusedGraph:
         return tuple(arguments.values()) if all(values[name] == value for name, value in derived.items()) else None
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
-        """Whether the kernel may compute values inside the group a second time, because other calls read them too.
-
-        It may if the operators of these calls are in `kernel.allowed_readers`, or if that field is None.
-        """
+        """Whether `allowed_readers` lets the kernel compute inner values again that calls outside the group read."""
         if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}
@@ -253,10 +243,7 @@ class _FusedGraph:
     def _insert(
         self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node
     ) -> fx.Node:
-        """Insert the kernel's call and return it.
-
-        The call stands right after its last operand. A kernel with `keeps_place` stands at the first result instead.
-        """
+        """Insert the kernel's call right after its last operand, or at the first result if the kernel `keeps_place`."""
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
         if kernel.keeps_place and last < anchor < group.first_reader:
@@ -295,7 +282,6 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def _is_beside(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes run in the same phase (forward, backward or update)."""
     return node.meta.get("phase") == other.meta.get("phase")
 
 

@@ -46,7 +46,7 @@ class Hoist:
 
     Args:
         micro_batches: number of micro-batches in a step. With one, nothing is hoisted.
-        seconds: function from a node to its time, which decides the values to hoist first.
+        seconds: time of a node, which decides the values to hoist first.
         memory_bytes: limit of each rank's peak memory. None: hoisting may not raise the peak.
         load: stages and micro-batches that the rank holds in memory at once.
     """
@@ -57,7 +57,7 @@ class Hoist:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with hoisted values. Without an update, or with one micro-batch, it is unchanged."""
+        """Return the program with hoisted values; unchanged without an update, or with one micro-batch."""
         if self.micro_batches < 2 or phased.update is None:
             return phased
         shared = _Shared.of(phased)
@@ -66,10 +66,7 @@ class Hoist:
         return self._most_that_fits(shared, order, limit)
 
     def _most_that_fits(self, shared: _Shared, order: Sequence[int], limit: float) -> PhasedProgram:
-        """Return the program that hoists the first values of `order`, as many as keep its peak within `limit` bytes.
-
-        `order` has value numbers. Bisection finds how many values fit.
-        """
+        """Return the program that hoists the first values of `order`, as many as keep its peak within `limit` bytes."""
         fitting, count, least, most = shared.phased, len(order), 0, len(order)
         while least < most:
             made = shared.hoist_values(order[:count])
@@ -121,10 +118,7 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and record its shared nodes in `nodes` and the values to hoist in `hoistable`.
-
-        `results` are the results of the phase that count as readers of shared values.
-        """
+        """Number a phase's nodes, and record shared nodes and values to hoist; `results` count as readers."""
         for node in graph_module.graph.nodes:
             if node in self.kept:
                 self.numbering.numbers[node] = self.number(self.kept[node])
@@ -143,7 +137,6 @@ class _Shared:
                 self.nodes[node] = graph_module
 
     def number(self, node: fx.Node) -> int:
-        """Return the value number of a node."""
         return self.numbering.numbers[node]
 
     def _note_read(self, operands: Iterable[fx.Node]) -> None:
@@ -151,10 +144,7 @@ class _Shared:
             self.hoistable.update(dict.fromkeys(map(self.number, self._owners(operand))))
 
     def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the shared values with memory of their own in which the value of `node` may lie.
-
-        Nothing is yielded for parameters, and for values that are not shared.
-        """
+        """Yield the shared values with memory of their own in which `node` may lie; none for parameters."""
         node = self.kept.get(node, node)
         if node not in self.nodes:
             return
@@ -185,7 +175,6 @@ class _Shared:
         return sorted(worth, key=lambda number: (-worth[number], place[number]))
 
     def hoist_values(self, numbers: Iterable[int]) -> PhasedProgram:
-        """Return the program in which the values with the given numbers are hoisted."""
         first: dict[int, fx.Node] = {}
         for node in self.nodes:
             first.setdefault(self.number(node), node)
@@ -202,12 +191,7 @@ class _Shared:
         )
 
     def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """Return the graph that computes the hoisted values, and the indices of its inputs in `lowered.inputs`.
-
-        Args:
-            held: a node for each hoisted value.
-            first: first shared node of each value number, in an order in which operands come before their readers.
-        """
+        """Return the graph of hoisted values and its inputs' indices; `first` has nodes by number, operands first."""
         needed, waiting = set[int](), [self.number(node) for node in held]
         while waiting:
             number = waiting.pop()
@@ -227,12 +211,7 @@ class _Shared:
         return lazy_module(constants, graph), tuple(inputs)
 
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """Return the forward that takes the hoisted values as further inputs.
-
-        Args:
-            held: a node for each hoisted value.
-            saved: nodes of the old forward whose values the new forward saves.
-        """
+        """Return the forward that takes the values `held` as further inputs, and saves the old values `saved`."""
         old, graph = self.phased.forward, fx.Graph()
         made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
         given = {self.number(node): placeholder_like(graph, node) for node in held}
@@ -245,10 +224,7 @@ class _Shared:
         return lazy_module(old, graph)
 
     def _backward(self, held: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
-        """Return the backward that takes the hoisted values `held`, and a dict of its saved inputs.
-
-        The dict has the node of the old forward to save, by the name of the backward's input.
-        """
+        """Return the backward that takes the values `held`, and the old forward's node for each saved input by name."""
         old, graph = self.phased.backward, fx.Graph()
         by_number = {self.number(node): node for node in held}
         taken = self._calls_of(old, by_number)
@@ -272,10 +248,7 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return a dict from the shared calls of a phase to the nodes of `given` with the same value numbers.
-
-        `given` has nodes by value number. Calls with other value numbers are left out.
-        """
+        """Return the node of `given`, by value number, that stands for each shared call of a phase."""
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}
 
@@ -311,10 +284,7 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 def _copy_needed(
     old: fx.GraphModule, results: Iterable[fx.Node], graph: fx.Graph, made: dict[fx.Node, fx.Node]
 ) -> None:
-    """Copy to `graph` the nodes of `old` from which `results` are computed, and record them in `made`.
-
-    Nodes that `made` already has are not copied.
-    """
+    """Copy to `graph` the nodes of `old` that `results` need and `made` lacks, and record them in `made`."""
     found = needed(results, made)
     for node in old.graph.nodes:
         if node in found and node not in made:

@@ -76,11 +76,7 @@ class KeepRows:
 
 
 def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:
-    """Return a dict from each backward call of an expert layer to the forward call with equal operands.
-
-    The backward calls are in order, so the last layer of the model comes first. A backward call whose operands are
-    recomputed is left out.
-    """
+    """Return the forward call with equal operands of each expert layer's backward call, the last layer first."""
     calls = phased.forward.graph.find_nodes(op="call_function", target=kernels.exchanged_experts)
     if not calls:
         return {}
@@ -112,18 +108,12 @@ def _saved(phased: PhasedProgram) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _RowKeeper:
-    """Rewrites the forward and the backward so that some layers save their received rows.
-
-    Args:
-        phased: the program.
-        layers: forward call of each layer that saves rows, by the layer's backward call.
-    """
+    """Rewrites the program so that the `layers` (backward call to forward call) save their received rows."""
 
     phased: PhasedProgram
     layers: Mapping[fx.Node, fx.Node]
 
     def made(self) -> PhasedProgram:
-        """Return the rewritten program."""
         forward, copies, kept = self._forward()
         needed = self._needed()
         taken = zip(self.phased.backward.graph.find_nodes(op="placeholder"), _saved(self.phased), strict=False)
@@ -169,13 +159,8 @@ class _RowKeeper:
     ) -> fx.GraphModule:
         """Return the new backward.
 
-        Its inputs are the old saved values that it still reads, then the rows, products and counts of each layer, then
-        the tangents.
-
-        Args:
-            taken: the old backward's placeholders of saved values that it still reads.
-            kept: nodes of the saved rows, products and counts, by forward call.
-            needed: nodes of the old backward that are still needed.
+        Its inputs are the old saved values `taken` that it still reads, then the rows, products and counts of each
+        layer, then the tangents. `kept` has the nodes of rows, products and counts, by forward call.
         """
         old, graph = self.phased.backward, fx.Graph()
         copies = {node: placeholder_like(graph, node) for node in taken}
@@ -191,10 +176,7 @@ class _RowKeeper:
 
 
 def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
-    """Emit the forward call that saves rows in place of `node`.
-
-    Return the nodes of its four results: the output, the received rows, the first products and the counts.
-    """
+    """Emit the forward call that saves rows; return its output, received rows, first products and counts."""
     call = insert_call(graph, kernels.exchanged_experts_keeping, args, like=node, name=f"{node.name}_keeping")
     out, rows, u, counts = call.meta["val"]
     ranks, assignments = counts.shape[1], args[1].meta["val"].numel()
@@ -214,10 +196,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _kept_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], kept: list[fx.Node]) -> fx.Node:
-    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it.
-
-    `node` is the replaced call. `copies` has the node of `graph` for each operand of `node`.
-    """
+    """Emit the backward call that takes the saved nodes `kept` in place of the tokens, and return it."""
     grad, _, *operands = node.args[:7]
     args = (*fx.map_arg((grad, *operands), copies.__getitem__), *kept, *node.args[7:])  # type: ignore[misc]
     made = graph.create_node("call_function", kernels.exchanged_experts_kept_backward, args, name=node.name)

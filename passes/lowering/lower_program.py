@@ -16,10 +16,7 @@ _PREPARED = "autoshard: as traced, and prepared"
 
 
 def prepare(program: Program) -> Program:
-    """Return the program in the form that is planned and lowered: in canonical form, with fan-outs.
-
-    The result is stored with the traced graph, so that a second call returns it at once.
-    """
+    """Return the program in canonical form with fan-outs, as it is planned, stored with the traced graph."""
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
         prepared = run_at(Moment.TRACED, program)
@@ -30,7 +27,8 @@ def prepare(program: Program) -> Program:
 def prepare_for(program: Program, plan: Plan) -> Program:
     """Return the prepared program, with the recomputation and the offloads of its plan inserted.
 
-    Raises `PlanMismatchError` if the plan belongs to another program.
+    Raises:
+        PlanMismatchError: the plan belongs to another program.
     """
     return run_at(Moment.PLANNED, prepare(program), LoweringOptions(plan=plan))
 
@@ -41,10 +39,7 @@ def lower_program(
     """Lower a program by a plan, and cut it into forward, backward and update.
 
     Args:
-        program: the traced program.
-        plan: the plan of this program.
         cluster: the hardware. Its times decide between several ways to reshard a value. None: bytes sent decide.
-        options: the options of the passes.
 
     Raises:
         PlanMismatchError: the plan belongs to another program.
@@ -66,10 +61,7 @@ def lower_prepared(
 
 
 def _room_of(program: Program, plan: Plan) -> float | None:
-    """Return the bytes that the program may use on each rank, or None without a memory budget.
-
-    Optimizer state is subtracted from the budget if the program does not have it as inputs.
-    """
+    """Return each rank's memory budget, less optimizer state that is no input of the program; None without a budget."""
     if plan.memory_budget is None or program.inputs_of(InputKind.STATE):
         return plan.memory_budget
     return plan.memory_budget - plan.predicted.memory_breakdown.get("optimizer state", 0)

@@ -33,11 +33,7 @@ _SHAPING = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.defaul
 
 @dataclass(frozen=True, slots=True)
 class NarrowReductions:
-    """Sends float32 gradients between ranks in another dtype.
-
-    Args:
-        dtype: the dtype in which gradients are sent.
-    """
+    """Sends float32 gradients between ranks in `dtype`."""
 
     dtype: torch.dtype = torch.bfloat16
 

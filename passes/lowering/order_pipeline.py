@@ -87,7 +87,6 @@ class _MessageInsertion:
     there: list[set[Message]] = field(default_factory=list)
 
     def run(self) -> PipelineOrder:
-        """Let ranks take turns until every rank has run all of its slots, and return the resulting order."""
         while any(self.left):
             turns = [self._put_next(rank) for rank, left in enumerate(self.left) if left]
             assert any(turns), "the orders of a schedule can run"
@@ -95,10 +94,7 @@ class _MessageInsertion:
         return PipelineOrder(self.shape.stage_ranks, self.shape.micro_batches, ranks)
 
     def _put_next(self, rank: int) -> bool:
-        """Append the next slot of a rank to its order, and the transfers of the messages that the slot makes.
-
-        Return False, and append nothing, if the slot needs a message that has not arrived.
-        """
+        """Run a rank's next slot with transfers of its results; return False if it needs messages that are missing."""
         slot = self.left[rank][0]
         if not all(needed is None or needed in self.there[rank] for needed in map(self._needed, slot)):
             return False
@@ -119,10 +115,7 @@ class _MessageInsertion:
         )
 
     def _send(self, rank: int, message: Message) -> None:
-        """Append a message's send to the order of `rank`, and its receive to the reader's order.
-
-        Nothing is appended if the reader's stage is on the same rank.
-        """
+        """Append a message's send to the order of `rank`, and its receive to the reader's, if another rank reads it."""
         if not self.shape.crosses_ranks(message):
             return
         there = self.shape.stage_ranks[message.reader]

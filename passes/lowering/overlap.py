@@ -1,8 +1,8 @@
 """Overlaps communication with computation in all phases, within a memory limit.
 
 Collectives under way hold memory. `passes.lowering.in_flight` lists limits on them, the loosest limits first. The
-passes of `Moment.IN_FLIGHT` run on the program with each of these limits in turn. Each phase of the result comes from
-the first limits with which the program's peak memory fits.
+passes of `Moment.IN_FLIGHT` run with each of these limits in turn. Each phase of the result comes from the first limits
+with which the program's peak memory fits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from passes.memory.lowered_memory import peak_bytes
 
 
 def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> PhasedProgram:
-    """Return the program with overlapping collectives. A phase is unchanged if no limits fit in memory.
-
-    Args:
-        phased: the program.
-        options: the options of the passes, with the memory limit of each rank.
-    """
+    """Return the program with overlapping collectives; a phase is unchanged if no limits fit in memory."""
     limits, share = limits_on(options.cluster)
     peak = peak_bytes(phased, options.micro_batches, options.load)
     most = peak if options.memory_bytes is None else max(peak, min(options.memory_bytes, (1 + share) * peak))
@@ -49,24 +44,13 @@ def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> Phase
 def _fitting(
     phased: PhasedProgram, other: PhasedProgram, names: Sequence[str], fits: Callable[[PhasedProgram], bool]
 ) -> list[str]:
-    """Return the names of the phases that `phased` can take over from `other` within the memory limit.
-
-    The result is all of `names` if the program fits with all these phases of `other`. Otherwise each phase is tried
-    alone, and the result has the names of the phases with which the program fits.
-
-    Args:
-        phased: the program.
-        other: the program whose phases have been rewritten.
-        names: names of the phases to try.
-        fits: whether a program fits in memory.
-    """
+    """Return `names` if the program fits with all these phases of `other`, else those that fit alone."""
     if fits(_with_phases(phased, other, names)):
         return list(names)
     return [name for name in names if fits(_with_phases(phased, other, [name]))]
 
 
 def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[str]) -> PhasedProgram:
-    """Return `phased` with the phases `names` of `other`."""
     chosen: dict[str, Any] = {name: other.phases[name] for name in names}
     return replace(phased, **chosen)
 
@@ -74,10 +58,7 @@ def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[st
 def _run(
     passes: Sequence[Pass], phased: PhasedProgram, known: dict[tuple[Pass, ...], PhasedProgram]
 ) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
-    """Run passes in order, and yield each pass with its input and its result.
-
-    `known` caches the result of each sequence of passes that has run on this program.
-    """
+    """Yield each pass in order with its input and result; `known` caches the result of each sequence of passes."""
     for place, rewrite in enumerate(passes, 1):
         done = tuple(passes[:place])
         if done not in known:

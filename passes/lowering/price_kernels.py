@@ -45,25 +45,17 @@ _Source = tuple[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class PriceKernels:
-    """Marks the calls that kernels could replace in each phase, with the time of the kernels.
-
-    Args:
-        device: the device on which the kernels would run.
-    """
+    """Marks the calls that kernels could replace in each phase, with the time of the kernels on `device`."""
 
     device: Device
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with copied phases whose nodes are marked."""
         pricing = _Pricing(phased.lowered.graph_module, self.device, LocalUnits.of(phased.lowered))
         return rewrite_phases(phased, pricing.marked)
 
 
 def marked_kernels(phased: PhasedProgram) -> Kernels:
-    """Return the kernels of a program that `PriceKernels` marked, in the order of the phases.
-
-    The field `breakdown_without` is left empty.
-    """
+    """Return the kernels that `PriceKernels` marked, in the order of the phases, without `breakdown_without`."""
     units = LocalUnits.of(phased.lowered)
     nodes = [node for phase in phased.phases.values() for node in phase.graph.nodes]
     uses = tuple(node.meta[KERNEL] for node in nodes if KERNEL in node.meta)
@@ -99,7 +91,6 @@ class _Pricing:
         self.calls = dict(calls)
 
     def marked(self, phase: fx.GraphModule) -> fx.GraphModule:
-        """Return a copy of a phase with marked nodes."""
         graph, _ = copied(phase.graph.nodes)
         gone = defaultdict[_Source, float](float)
         for chosen in choose_groups(graph, self.device):
@@ -166,10 +157,7 @@ class _Pricing:
         )
 
     def _weight(self, node: fx.Node) -> float:
-        """Return the seconds of launches and memory traffic of a local call.
-
-        The share of a local call in its traced call is proportional to these seconds.
-        """
+        """Return the seconds of launches and traffic of a local call, which weigh its share in its traced call."""
         return self._time(traffic_of(node), 0.0)
 
     def _time(self, traffic: Traffic, products_s: float) -> float:
@@ -182,10 +170,7 @@ class _Pricing:
         return work_time(done, self.device, operator_name(node))
 
     def _products_of(self, node: fx.Node) -> float:
-        """Return the seconds of the arithmetic of a call's matrix products, without memory traffic and launches.
-
-        The result is 0 if the call has no matrix products.
-        """
+        """Return the seconds of arithmetic in a call's matrix products, without traffic and launches."""
         if not is_launch(node):
             return 0.0
         done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))

@@ -80,7 +80,7 @@ def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Co
 
 
 def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Return a dict from each value to the number of cheap calls on the shortest way to a wanted value."""
+    """Return the number of cheap calls on the shortest way from each value to a wanted value."""
     found: dict[fx.Node, int] = {}
     for node in relevant:
         behind = [found[user] + 1 for user in node.users if user in found and _is_cheap(user)]
@@ -89,12 +89,7 @@ def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict
 
 
 def _weight(node: fx.Node, distance: int) -> float | None:
-    """Return the weight w(v) of saving a value, or None if the value cannot be saved.
-
-    Args:
-        node: the value.
-        distance: number of calls between the value and its use in the backward.
-    """
+    """Return the weight w(v) of saving a value, read `distance` calls later; None if it cannot be saved."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node.op == "get_attr":
         return None

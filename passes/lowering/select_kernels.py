@@ -20,6 +20,5 @@ class SelectKernels:
     """Replaces semantic operators by operators that run torch's fused kernels."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with fused kernels in its phases. The uncut lowered program stays, for verification."""
         selected: dict[str, Any] = {name: with_targets(phase, NATIVE) for name, phase in phased.phases.items()}
         return replace(phased, **selected)

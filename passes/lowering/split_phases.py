@@ -33,17 +33,13 @@ UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
 class SplitPhases:
     """Cuts a lowered program into phases.
 
-    Args:
-        saves_least: let the backward recompute forward values in place of saving them (`passes.lowering.save_least`).
+    With `saves_least`, the backward recomputes forward values in place of saving them (`passes.lowering.save_least`).
     """
 
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """Return the phases; they share constants with `lowered`.
-
-        The field `lowered` of the result is the uncut program without kernels, against which the phases are verified.
-        """
+        """Return the phases; their field `lowered` is the uncut program without kernels, for their verification."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
@@ -113,16 +109,12 @@ def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[
 
 
 def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the operands of the nodes `members`, and the nodes `results`."""
     read = {operand for node in members if node.op != "output" for operand in node.all_input_nodes}
     return read | set(results)
 
 
 def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
-    """Return the tensors of `forward` that are in `read`, in program order.
-
-    Integers, such as a rank's index, are left out, because each phase computes them again.
-    """
+    """Return the read tensors of `forward`, in program order; integers, such as a rank's index, are computed again."""
     return [node for node in nodes if node in forward and node in read and _is_tensor(node)]
 
 

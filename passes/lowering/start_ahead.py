@@ -31,15 +31,13 @@ from passes.preparation.rewriting import in_order, needed
 class StartAhead:
     """Starts gathers of parameters before the calls that precede their readers.
 
-    Args:
-        by: number of later gathers of the same process group that have started when the device waits for a gather.
-            None: all gathers start at the beginning of the phase.
+    `by` is the number of later gathers of the same process group that have started when the device waits for a gather.
+    None: all gathers start at the beginning of the phase.
     """
 
     by: int | None = 1
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with moved gathers in all phases."""
         update = phased.update
         return replace(
             phased,
@@ -78,7 +76,6 @@ class _Order:
     """Yields the nodes of a graph in a new order.
 
     Args:
-        graph: the graph.
         starts: the collectives that the pass moves, in the order in which their results are first read.
         moving: `starts` and all nodes from which they are computed. A moving node is placed only when another node
             needs it.
@@ -98,21 +95,14 @@ class _Order:
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
     def from_the_head(self) -> Iterator[fx.Node]:
-        """Yield the nodes with all `starts` first.
-
-        Collectives that need no other of `starts` come first, then collectives of their results, and so on.
-        """
+        """Yield the nodes with all `starts` first, and collectives of their results after them."""
         yield from self._placeholders()
         for start in sorted(self.starts, key=self.depths.__getitem__):
             yield from self._place(start, {})
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Yield the nodes with each of `starts` right before the wait for an earlier collective.
-
-        Take the collectives of one process group and depth, in order. Each collective starts before the wait for the
-        collective that is `by` places earlier in this list.
-        """
+        """Yield each of `starts` right before the wait for that `by` places earlier in its process group and depth."""
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
         for start in self.starts:
@@ -134,10 +124,7 @@ class _Order:
                 yield from self._place(node, behind)
 
     def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
-        """Yield a node after its operands, unless it is already placed.
-
-        Before the wait for a collective, also place the collectives that `behind` lists for this collective.
-        """
+        """Yield a node after its operands, unless it is placed; before a wait, also the list of its collective."""
         if node in self.placed:
             return
         for operand in node.all_input_nodes:
@@ -150,10 +137,7 @@ class _Order:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Return the index of each node in the graph; for a node of `moving`, the index of its first reader instead.
-
-    The first reader is a node outside of `moving`. It reads the value directly or through other nodes of `moving`.
-    """
+    """Return each node's index in the graph; for a node of `moving`, that of its first reader outside of `moving`."""
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):
         first[node] = min((first[user] for user in node.users), default=place) if node in moving else place

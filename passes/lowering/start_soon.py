@@ -29,8 +29,8 @@ from passes.preparation.rewriting import in_order
 _MOST_PASSED = 8
 """Number of reductions of gradients that a collective may move past.
 
-A layer under tensor parallelism reduces at most eight gradients between two waits: of four matrices, their biases
-and norms.
+A layer under tensor parallelism reduces at most eight gradients between two waits: of four matrices, their biases and
+norms.
 """
 
 
@@ -39,7 +39,6 @@ class StartSoon:
     """Moves collectives of activations, and the calls that they need, up past independent calls."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with moved collectives in its forward and its backward."""
         return replace(phased, forward=_rewritten(phased.forward), backward=_rewritten(phased.backward))
 
 
@@ -54,10 +53,7 @@ def _sends_values(node: fx.Node) -> bool:
 
 
 def _order(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the nodes in an order in which a collective and the nodes that it needs come right after the last wait.
-
-    Other nodes since that wait follow the collective.
-    """
+    """Yield collectives, with the nodes that they need, right after the last wait, and the other nodes after them."""
     passed: list[fx.Node] = []
     reductions = 0
     for node in graph.nodes:
@@ -86,10 +82,7 @@ def _reduces_gradients(node: fx.Node) -> bool:
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return a set with all nodes of `among` from which the operand of the collective `start` is computed.
-
-    The set may also have nodes outside of `among`. `among` is in the order of the graph.
-    """
+    """Return a superset of the nodes of `among`, in graph order, from which a collective's operand is computed."""
     needed = set(start.all_input_nodes)
     for node in reversed(among):
         if node in needed:

@@ -28,16 +28,11 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """Moves waits for buckets, and the second reductions of buckets, to earlier places.
-
-    Args:
-        most_held: greatest number of reduce-scatters under way. None: no limit.
-    """
+    """Moves waits for buckets, and second reductions, up; at most `most_held` reduce-scatters are under way."""
 
     most_held: int | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with the nodes of each phase in the new order."""
         return rewrite_phases(phased, self._rewrite)
 
     def _rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -48,10 +43,7 @@ class WaitInTurn:
 
 
 def _chained(graph: fx.Graph) -> list[fx.Node]:
-    """Return the collectives whose operand is another collective's result and whose own result is only returned.
-
-    Between the two collectives stand only waits, views and copies.
-    """
+    """Return the collectives of other collectives' results, by waits, views and copies, that are only returned."""
     found, returned = set[fx.Node](), only_returned(graph)
     for node in graph.nodes:
         behind = any(operand in found for operand in node.all_input_nodes)
@@ -65,8 +57,6 @@ class _Turns:
     """Yields the nodes of a graph in a new order.
 
     Args:
-        graph: the graph.
-        most_held: greatest number of reduce-scatters under way, or None.
         chained: the collectives of other collectives' results (`_chained`), which start early.
         placed: the nodes that are already in the new order.
         scattered: the reduce-scatters that have started, in order.
@@ -79,11 +69,7 @@ class _Turns:
     scattered: list[fx.Node] = field(default_factory=list)
 
     def order(self) -> Iterator[fx.Node]:
-        """Yield the nodes in the new order.
-
-        Before a reduce-scatter come the waits that keep the limit. After each collective come the `chained` collectives
-        that can start then.
-        """
+        """Yield waits that keep the limit before each reduce-scatter, and startable `chained` after each collective."""
         for node in self.graph.nodes:
             if node in self.placed:
                 continue
@@ -108,8 +94,7 @@ class _Turns:
     def _start_chained(self, group: str, last: fx.Node) -> Iterator[fx.Node]:
         """Yield the `chained` collectives that can start once collective `last` of process group `group` has started.
 
-        Such a collective reads the result of an earlier collective of this group through waits, views and copies alone.
-        These waits, views and copies come before the collective.
+        Each reads an earlier collective of this group through waits, views and copies alone, which come before it.
         """
         for start in self.chained:
             needed = [] if start in self.placed else self._needed(start)
@@ -119,10 +104,7 @@ class _Turns:
                 yield from self._start_chained(str(start.args[-1]), start)
 
     def _needed(self, start: fx.Node) -> list[fx.Node]:
-        """Return the waits, views and copies that a collective needs and that are not placed yet, operands first.
-
-        The list is empty if the collective also needs other calls that are not placed.
-        """
+        """Return the unplaced waits, views and copies that a collective needs, operands first; [] if it needs more."""
         found: dict[fx.Node, None] = {}
 
         def reach(node: fx.Node) -> bool:

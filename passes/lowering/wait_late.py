@@ -30,7 +30,6 @@ class WaitLate:
     """Moves waits to the first readers of their results."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with moved waits in all phases. The uncut lowered program stays, for verification."""
         return rewrite_phases(phased, _rewritten)
 
 
@@ -47,10 +46,7 @@ def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """Yield `nodes` in an order in which each node of `waiting` comes just before its first reader.
-
-    Readers in `waiting` do not count. `waiting` is an ordered set, which is emptied.
-    """
+    """Yield `nodes` with each node of `waiting` just before its first reader outside of `waiting`, which is emptied."""
     for node in nodes:
         if node.op == "output":
             yield from list(waiting)
@@ -72,10 +68,7 @@ def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
 def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Collection[fx.Node]) -> dict[fx.Node, None]:
     """Return, as an ordered set, the waits and the nodes that move with them.
 
-    Args:
-        nodes: the nodes of a phase, in order.
-        returned: calls whose results are only returned (`only_returned`). Such calls move with a wait, and so do views.
-        staying: collectives that do not move.
+    `returned` calls (`only_returned`) move with a wait, and so do views. The collectives in `staying` do not move.
     """
     late: dict[fx.Node, None] = {}
     for node in nodes:
@@ -97,10 +90,7 @@ def _ends_a_reduction(node: fx.Node, returned: Collection[fx.Node]) -> bool:
 
 
 def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:
-    """Return a dict from each collective of `late` to its position in its chain of collectives.
-
-    The first collective of a chain does not move, so it is not in `late`. The second has position 1.
-    """
+    """Return the position of each collective of `late` in its chain, whose first collective (0) does not move."""
     places: dict[fx.Node, int] = {}
     for node in late:
         places[node] = is_collective(node) + max(

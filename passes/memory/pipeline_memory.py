@@ -5,8 +5,8 @@ how many micro-batches are in memory at once:
 
 * Parameters, buffers, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted values are
   there from the stage's first forward on, and sums of gradients from its first backward on.
-* Saved values of a forward live until the backward. The backward may be cut into two halves, for gradients of inputs
-  and of weights. Then the first half keeps the values that the second half reads, which are most saved values.
+* Saved values of a forward live until the backward. The first half of a cut backward keeps the values that the second
+  half reads, which are most saved values.
 * A received value takes memory from the receive until its reader runs. A sent value that is not saved takes memory
   until a later message from its reader arrives (`autoshard.runtime.stages.stage_messages`). A value between two stages
   of one rank lives until its reader runs.
@@ -33,12 +33,9 @@ from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, S
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory in use on a pipeline rank, in bytes.
+    """Bytes in use on a pipeline rank: the peak, and its parts by category.
 
-    Args:
-        peak_bytes: the most bytes in use at once.
-        parts: bytes in use at the peak by category; their sum is the peak.
-        in_flight_bytes: the most bytes of saved values of micro-batches between their forward and their backward.
+    `in_flight_bytes` is the most that micro-batches between their forward and their backward have saved at once.
     """
 
     peak_bytes: int
@@ -140,10 +137,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     sums = [memory.new(size) for size in carried]
 
     def more_with_sums(graph: fx.Graph, own: fx.Graph, inputs: Sequence[Value]) -> int:
-        """Return the peak in bytes while `graph` runs and adds the gradients that `own` makes to the sums.
-
-        The bytes of the sums are subtracted.
-        """
+        """Return the peak while `graph` runs and adds the gradients of `own` to the sums, without the sums' bytes."""
         memory.run(adding(graph, owned_results(own)[-len(sums) :] if sums else ()), [*inputs, *sums], [*held, *once])
         return _restart(memory) - base - hoisted - sum(carried)
 
@@ -176,7 +170,6 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
 
 
 def _forward_names(phased: PhasedProgram) -> list[str]:
-    """Return the names of a forward's results, in order."""
     return [phased.lowered.outputs[index].slot.name for index in phased.forward_outputs]
 
 
@@ -203,15 +196,15 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _RankWalk:
-    """A walk along a rank's schedule.
+    """A walk along a rank's schedule. Keys (stage, is forward, micro-batch) name a task.
 
     Args:
         live: bytes in use by category.
         peak, parts: the peak so far, and `live` at the peak.
         in_flight, most_in_flight: bytes of saved values now, and the most so far.
-        waiting: bytes of received inputs that are not read yet, by (stage, is forward, micro-batch) of the reader.
+        waiting: bytes of received inputs that are not read yet, by the reader.
         sent: receiving rank to a queue of sent messages: the reader's place in its rank's order, and the bytes.
-        places: (stage, is forward, micro-batch) to its place in its rank's order.
+        places: task to its place in its rank's order.
         begun: stages whose first forward has run.
         summed: stages that have sums of gradients.
     """
@@ -285,11 +278,7 @@ class _RankWalk:
                 self._add(number, needs, needs.second_half, needs.second_half_with_sums)
 
     def _add(self, number: int, needs: _Needs, first: int, later: int) -> None:
-        """Update the peak with the backward of one micro-batch in stage `number`.
-
-        The stage's first backward makes gradients, with `first` bytes in addition to `live`. Each later backward adds
-        its gradients to these sums, with `later` bytes in addition to `live`.
-        """
+        """Update the peak with a backward: `first` bytes beside `live` if it makes the sums, else `later` bytes."""
         self._reach(later if number in self.summed else first)
         if number not in self.summed:
             self.summed.add(number)
@@ -312,9 +301,9 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Release the received inputs of a task, because the task's own peak includes them. Release read messages too.
+        """Release the received inputs of a task, which the task's own peak includes, and messages that are read by now.
 
-        A message from another rank shows how far that rank is in its order. So all earlier messages to it are read.
+        A message from another rank shows how far that rank is in its order, so all earlier messages to it are read.
         """
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:

@@ -17,11 +17,11 @@ from passes.strategies.enumerate_strategies import SearchSpace, leaves_program
 from passes.strategies.repeated import AFTER_GAP, RepeatedUnits
 
 Key = tuple[str | int, Hashable]
-"""A name for memory: a site and the index of its result, or a link's index and (kind, number) as in `numbered`."""
+"""Names memory: a site and the index of its result, or a link's index and (kind, number) as in `numbered`."""
 
 
 def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> Liveness:
-    """Return the lifetimes of a program with those of its left-out units in `Liveness.repeated`."""
+    """Return a program's lifetimes with those of its left-out units in `Liveness.repeated`."""
     kept = numbered(liveness.on_links)
     intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}
     found = repeated_intervals(liveness, repeated, space, intervals)
@@ -33,15 +33,9 @@ def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpac
 def repeated_intervals(
     liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace, intervals: Mapping[Key, Interval]
 ) -> dict[Key, tuple[Interval, int]]:
-    """Return the lifetime of each value's copies in left-out units, and their number.
+    """Return the lifetime and the number of each value's copies in left-out units, by the value they are copies of.
 
-    The key is that of the program's value that stands for the copies. Values without copies are absent.
-
-    Args:
-        liveness: the points of the program.
-        repeated: the left-out units.
-        space: the search space of the program, without left-out units.
-        intervals: lifetimes of the program's own values.
+    `intervals` has the lifetimes of the program's own values. Values without copies are absent.
     """
     gaps = _gaps(liveness, repeated, space)
     standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}
@@ -57,10 +51,7 @@ def repeated_intervals(
 
 
 def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
-    """Return the memory of links by the key (link, (kind, number)).
-
-    The number counts entries of the same link and kind, from 0.
-    """
+    """Return the memory of links by (link, (kind, number)); the number counts a link's entries of this kind from 0."""
     counts: dict[tuple[int, Held], int] = defaultdict(int)
     found: dict[Key, OnLink] = {}
     for kept in on_links:
@@ -72,8 +63,8 @@ def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
 def _gaps(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> dict[int, int]:
     """Map each point of a unit to the first point, in the same run, of the later of the two units beside the gap.
 
-    The points of a unit are its calls, and the reshards on links into its calls or from its calls out of the program.
-    The points at which its gradients are added to sums over micro-batches belong to the unit too.
+    Points of a unit are its calls, reshards into its calls or from them out of the program, and additions of its
+    gradients.
     """
     into: dict[str, list[int]] = defaultdict(list)
     for link, point in zip(space.links, map(liveness.reshards.__getitem__, range(len(space.links))), strict=True):

@@ -12,12 +12,7 @@ from passes.strategies.operator_names import operator_name
 
 
 def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:
-    """Return a summary of the calls of each operator and source line, the most expensive first.
-
-    Args:
-        planning: the planning problem.
-        choice: the option of each variable.
-    """
+    """Return a summary of the calls of each operator and source line under a choice, the most expensive first."""
     reshards = _reshard_times(planning, choice)
     runs = planning.site_runs()
     found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
@@ -36,7 +31,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
 
 
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
-    """Return a dict from each site to the seconds of the reshards of its operands in a step."""
+    """Return the seconds in a step of the reshards of each site's operands."""
     space, times = planning.space, dict[str, float]()
     runs = planning.link_runs()
     for index, link in enumerate(space.links):

@@ -13,21 +13,18 @@ from passes.strategies.enumerate_strategies import Link, Site, operands_of, reso
 
 
 def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return the call that makes the gradient that a parameter's update reads, and the index among the call's results.
-
-    The result is None for a parameter without an update.
-    """
+    """Return the call that makes the gradient for a parameter's update, and the result's index; None without update."""
     update = update_of(parameter)
     return None if update is None else resolve(operands_of(update)[1])
 
 
 def update_of(parameter: fx.Node) -> fx.Node | None:
-    """Return the optimizer's call that updates a parameter, or None if the program does not update it."""
+    """Return the optimizer's call that updates a parameter; None if the program does not update it."""
     return next((user for user in parameter.users if user.target in IN_PLACE and user.args[0] is parameter), None)
 
 
 def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """Return the links into the calls of the forward that use a value, directly or through views, fan-outs and casts.
+    """Return the links into the forward's calls that use a value, directly or through views, fan-outs and casts.
 
     `name` is the site of the value. Views, fan-outs and casts themselves do not count as uses.
     """
@@ -58,7 +55,7 @@ def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
 def passes_on(head: Site, link: Link) -> bool:
     """Whether the head of a link is a fan-out, a view or a cast, so that its result is the value on the link itself.
 
-    An `expand`, which repeats the value for each sample, is no such view.
+    An `expand`, which repeats the value for each sample, does not count.
     """
     target = None if head.node is None else head.node.target
     is_cast, repeats = target is torch.ops.aten._to_copy.default, target is torch.ops.aten.expand.default

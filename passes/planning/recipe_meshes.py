@@ -24,11 +24,11 @@ FIELDS: Mapping[str, Sequence[str]] = {
     CONTEXT: ("context",),
     MODEL: ("tensor", "sequence_parallel", "expert_tensor"),
 }
-"""For each axis, the fields of `Recipe` that decide its use. If all of them are None, the search decides."""
+"""The fields of `Recipe` that decide each axis's use. If all of them are None, the search decides."""
 
 
 def restricts(recipe: Recipe, axis: str) -> bool:
-    """Whether a recipe decides the use of an axis, because it gives one of the axis' fields."""
+    """Whether a recipe gives one of the fields that decide the use of an axis."""
     return any(getattr(recipe, name) is not None for name in FIELDS.get(axis, ()))
 
 
@@ -43,14 +43,12 @@ def pipeline_ranks(mesh: Mesh) -> int:
 
 
 def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """Return the meshes that a recipe fits.
+    """Return the meshes that a recipe fits, one for each combination of sizes that the recipe leaves open.
 
-    There is a mesh for each combination of sizes that the recipe leaves open. If the recipe leaves `context` open, a
-    mesh has the axis "context" only if no mesh is possible without it. Other open axes may split the sequence too.
-    Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
+    If the recipe leaves `context` open, a mesh has the axis "context" only if no mesh is possible without it. Other
+    open axes may split the sequence too. Axes "pipeline" and "expert" exist only if the recipe gives their sizes.
 
     Args:
-        recipe: the recipe.
         devices: number of devices of each mesh.
         per_node: number of devices in a node. Open sizes of `tensor` and `context` divide this number.
 
@@ -79,7 +77,6 @@ def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
 
 
 def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], contexts: Sequence[int]) -> list[Mesh]:
-    """Return the meshes that a recipe fits, with the sizes in `tensors` for tensor and in `contexts` for context."""
     found = []
     for tensor, context in product(tensors, contexts):
         data, rest = divmod(devices, (recipe.pipeline or 1) * tensor * context)
@@ -89,11 +86,7 @@ def _meshes_of_sizes(recipe: Recipe, devices: int, tensors: Sequence[int], conte
 
 
 def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """Return the mesh of a recipe with the given sizes, without axes of one rank.
-
-    Raises:
-        RecipeError: the size of ZeRO groups does not divide `data`.
-    """
+    """Return a mesh without axes of one rank; raise `RecipeError` if the size of ZeRO groups does not divide `data`."""
     group = data if recipe.zero_group is None else recipe.zero_group
     if data % group:
         raise RecipeError(f"zero_group={group} must divide data={data}.")
@@ -110,7 +103,6 @@ def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
 
 
 def _refuse_without_program(recipe: Recipe) -> None:
-    """Raise `NotAvailableError` if a recipe has a field for which no program exists yet."""
     if said := recipe.without_program:
         raise NotAvailableError(
             f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
@@ -119,10 +111,7 @@ def _refuse_without_program(recipe: Recipe) -> None:
 
 
 def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
-    """Raise `RecipeError` if a recipe's fields for stages do not fit a pipeline of `ranks` ranks.
-
-    `way_out` is the end of the message, with the user's options.
-    """
+    """Raise `RecipeError` if a recipe's fields do not fit a pipeline of `ranks` ranks; `way_out` ends the message."""
     try:
         replace(recipe, pipeline=ranks)
     except RecipeError as error:

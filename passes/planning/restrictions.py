@@ -50,9 +50,7 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of a mesh axis. Each field for a kind of value says whether such values are split over the axis.
-
-    True: they are split. False: they are whole. None: the search decides.
+    """The role of a mesh axis: whether each kind of value is split over the axis (True), whole (False), or free (None).
 
     Args:
         parameters: parameters at rest.
@@ -94,7 +92,7 @@ class Experts(StrEnum):
 
     @property
     def is_split(self) -> bool | None:
-        """Whether the axis splits the matrices of experts; None: the search decides."""
+        """Whether the axis splits the matrices of experts; None if the search decides."""
         return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
@@ -115,9 +113,7 @@ MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Return the role of each mesh axis that a recipe restricts, by axis.
-
-    Axes of size one are absent, and so are axes for which the recipe gives no field (`recipe_meshes.FIELDS`).
+    """Return the role of each mesh axis larger than one for which the recipe gives a field (`recipe_meshes.FIELDS`).
 
     Raises:
         RecipeError: the mesh does not fit the recipe.
@@ -163,7 +159,7 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is the program of a pipeline stage, with values that cross stages."""
+    """Whether a program is that of one pipeline stage, which has values that cross stages."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
@@ -193,9 +189,6 @@ def restrict(
     The result is None if the role demands a split of a kind of value, and no value of this kind can be split.
 
     Args:
-        planning: the planning problem.
-        role: the role.
-        axis: the mesh axis.
         within: masks of the options that the roles of other axes allow.
         of_stage: whether the program may lack values of a kind that is to be split, as a pipeline stage may.
     """
@@ -223,7 +216,7 @@ def restrict(
 
 
 _Splits = Iterator[tuple[str, list[bool]]]
-"""Pairs of a site's name and a list that says for each of the site's strategies whether an axis splits the value."""
+"""Sites by name, each with a flag for each of its strategies: whether an axis splits the value."""
 
 
 def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str, without: Collection[str]) -> _Splits:
@@ -286,7 +279,7 @@ def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, name
 
 
 def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
-    """Return the names of the parameters that are matrices of experts."""
+    """Return the names of the parameters that a call of `autoshard.kernels` for experts reads as matrices."""
     return frozenset(
         slot.name
         for slot in planning.space.program.inputs_of(InputKind.PARAMETER)
@@ -301,15 +294,14 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Return the inputs of the program, including values of earlier pipeline stages that are computed from inputs."""
+    """Return the program's inputs, with values of earlier pipeline stages that are computed from inputs."""
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Yield for each result of the forward that depends on inputs whether its strategies use the axis.
+    """Yield for each result of the forward that depends on inputs whether strategies split or sum it over the axis.
 
-    The axis is used if the result is split or partial over it. An axis that splits sequences (`dim` 1) must not split
-    a result with three or more dims along the batch.
+    An axis that splits sequences (`dim` 1) must not split a result with three or more dims along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -331,10 +323,7 @@ def _from_inputs(planning: PlanningProblem) -> list[str]:
 
 
 def _between(planning: PlanningProblem, axis: str) -> _Splits:
-    """Yield for each forward call that reads a vector and no matrix whether its strategies split the sequence.
-
-    The sequence is the last dim but one of the call's result.
-    """
+    """Yield for each forward call on a vector and no matrix whether strategies split the sequence (last dim but 1)."""
     vectors = [slot for slot in planning.space.program.inputs_of(InputKind.PARAMETER) if _ndim(planning, slot) == 1]
     with_matrices = set(users(planning))
     for head in dict.fromkeys(link.head for slot in vectors for link in uses_of(planning, slot.node)):
@@ -352,16 +341,9 @@ def users(planning: PlanningProblem) -> list[str]:
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Restrict a site to the strategies that split its value; without `split`, to the strategies that do not split it.
+    """Restrict a site to the strategies whose flag in `options` (the value is split) equals `split`.
 
-    Return False, and restrict nothing, if no allowed strategy is left.
-
-    Args:
-        planning: the planning problem.
-        masks: the masks of allowed options, by variable, which are changed.
-        site: name of the site.
-        options: for each strategy of the site, whether it splits the value.
-        split: whether the value is to be split.
+    Return False, and leave `masks` unchanged, if no allowed strategy is left.
     """
     mask = np.array(options) == split
     variable = planning.classes[site]

@@ -1,8 +1,8 @@
 """Search the cheapest choice of strategies that fits in memory.
 
 A small problem is first solved exactly, without its memory limit. If the found choice does not fit, or if the problem
-is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It finds a good choice, and proves how
-far its cost is from the optimum at most.
+is large, a search by Lagrangian duality follows (`passes.solver.dual_search`). It also proves how far its cost is from
+the optimum at most.
 
 A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound that is proven by then. If no
 choice fits yet, it looks for a choice that needs little memory.
@@ -34,28 +34,25 @@ EXACT_PAIRS = 20_000
 """A problem is small if the pairs of options of all its edges together are at most this many."""
 
 _EXACTLY = Effort(1e-9, 1e6)
-"""Limits of the exact search: 50 nodes of the search tree for the largest small problem (`EXACT_PAIRS`).
-
-If the limits do not suffice, the search by duality takes over.
-"""
+"""Limits of the exact search before duality takes over: 50 nodes of the tree at `EXACT_PAIRS` pairs."""
 
 
 class Searchable(Protocol):
-    """The interface of problems that can be searched: `PlanningProblem` and `RecomputeProblem`."""
+    """A problem that `Search` can search: `PlanningProblem` or `RecomputeProblem`."""
 
     @property
     def space(self) -> SearchSpace:
-        """The sites and links."""
+        """The program's sites, each with its options, and the links between sites."""
         ...
 
     @property
     def liveness(self) -> Liveness:
-        """The lifetimes of values."""
+        """The lifetimes of the program's values in memory."""
         ...
 
     @property
     def assignment(self) -> Assignment:
-        """The assignment problem, without memory rows."""
+        """The costs of options and of pairs of options in seconds, without memory rows."""
         ...
 
     def usage(self, choice: Sequence[int], /) -> np.ndarray:
@@ -63,7 +60,7 @@ class Searchable(Protocol):
         ...
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Return the bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use on each rank at one program point, as a function of the choice."""
         ...
 
 
@@ -72,7 +69,7 @@ class Search:
     """The search for the cheapest choice under a memory limit.
 
     Args:
-        memory_limit_bytes: limit of each rank's peak memory, in bytes; None: no limit.
+        memory_limit_bytes: limit of each rank's peak memory; None: no limit.
         tolerance: relative gap between cost and proven bound at which the search of a large problem ends.
         max_rounds: greatest number of rounds of message passing (`DualSearch`).
         is_thorough: continue the search of a large problem after a choice fits (`DualSearch.raises_multipliers`).
@@ -99,7 +96,6 @@ class Search:
         """Return the cheapest choice found that fits, with its cost and a lower bound of all costs.
 
         Args:
-            planning: the problem.
             allowed: mask of the allowed options, by variable. All options of other variables are allowed.
             start: solutions that fit and are allowed. The result is no worse.
 
@@ -114,8 +110,6 @@ class Search:
         return self._at_once(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """Search a large problem by Lagrangian duality, and return a good choice that fits, with a proven bound."""
-
         @cache
         def find_small_peak() -> Sequence[int]:
             # A few rounds, even if the search is stopped, because the search has to return a choice.
@@ -149,9 +143,7 @@ class Search:
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """Return the error to raise if the search found no choice within its memory limit.
 
-        Args:
-            planning: the problem.
-            least: a sufficient limit of each rank's memory, in bytes; None if no such limit is known.
+        `least` is a sufficient limit of each rank's memory, in bytes; None if no sufficient limit is known.
         """
         limit = self.memory_limit_bytes or 0
         if least is None:
@@ -167,14 +159,11 @@ class Search:
 
 
 _PASSES = 16
-"""Number of rounds of message passing in `first_bound`."""
+"""Rounds of message passing in `first_bound`."""
 
 
 def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
-    """Return a lower bound, in seconds, of the cost of every choice of allowed options, whatever memory it needs.
-
-    Message passing proves the bound (`passes.solver.messages`).
-    """
+    """Return a lower bound, in seconds, of every choice of allowed options at any memory, proven by message passing."""
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
 
@@ -183,10 +172,7 @@ def _pairs(problem: Assignment) -> int:
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
-    """Return the problem with infinite costs for the options that are not allowed.
-
-    `allowed` has a mask of the options of each restricted variable. Other variables stay as they are.
-    """
+    """Return the problem with infinite costs for options outside the masks; other variables stay as they are."""
     costs = list(problem.costs)
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)

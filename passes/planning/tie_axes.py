@@ -27,12 +27,12 @@ _LOGGER = logging.getLogger(__name__)
 _STRATEGY_S, _PAIR_S = 2.5e-4, 1e-6
 """Seconds to build and search the problem, for each strategy of each site and for each pair of strategies of each link.
 
-Both are twice the figures of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2,
-and over 150 s on 2x2x2x2.
+Twice the figures of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2, and over
+150 s on 2x2x2x2.
 """
 
 _GROUPS = 2
-"""Least number of groups of axes."""
+"""The fewest groups into which axes are tied."""
 
 Group = tuple[str, ...]
 Groups = tuple[Group, ...]
@@ -45,7 +45,6 @@ def space_in_time(
 
     Args:
         enumerate_strategies: the pass that builds the search space of single axes.
-        program: the prepared program.
         levels: the possible groups of axes, from single axes to the fewest groups (`tied_levels`).
         time_budget_s: seconds for all of planning.
     """
@@ -76,13 +75,13 @@ def tied_levels(
 ) -> list[Groups]:
     """Return the possible ways to group the axes of a mesh, from single axes to the fewest groups.
 
-    Each grouping joins two neighbouring groups of the grouping before it: the outermost two that may be joined.
+    Each grouping joins two neighbouring groups of the grouping before it: the outermost two that may be joined. A mesh
+    of one or two axes has only single axes.
 
     Args:
-        mesh: the mesh. With one or two axes, the only grouping is single axes.
         constraints: specs of the user. Axes that a spec uses differently are not joined.
         before: a plan whose specs are treated as constraints.
-        recipe: a recipe. If it decides the use of some axis, no axes are joined.
+        recipe: no axes are joined if the recipe decides the use of some axis.
     """
     groups: Groups = tuple((axis,) for axis in mesh.axis_names)
     levels: list[Groups] = [groups]

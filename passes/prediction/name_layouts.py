@@ -29,13 +29,7 @@ _ORDER = (_ZERO_3, _ZERO_2, _ZERO_1, _SPLIT, _COPIED)
 
 
 def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: InputSlot) -> ParameterPlan:
-    """Return the specs of a parameter, its gradient and its state under a choice, and the layout in words.
-
-    Args:
-        planning: the planning problem.
-        choice: one option for each variable.
-        slot: the parameter.
-    """
+    """Return a parameter's spec, bytes on a rank, layout in words, and specs of its gradient and state."""
     space = planning.space
     spec = planning.strategy(slot.node, choice).outputs[0]
     value = space.sites[slot.node].results[0]

@@ -18,15 +18,10 @@ from passes.strategies.operator_names import dtype_name, operator_name
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """Equal calls of a matrix product or of attention.
+    """Equal calls of a matrix product or of attention; `site` is the name of one call.
 
-    Args:
-        site: name of one of the calls.
-        calls: number of calls in the whole model, with recomputed calls.
-        operator: name of the operator in `cost_models.operators`.
-        operands: shapes and types of the operands.
-        arguments: the call's arguments, with None for tensors.
-        peak_s: seconds of all calls together on one device at its peak, without recomputed calls.
+    `calls` counts calls in the whole model, recomputed calls included. `arguments` has None for tensors. `peak_s` is
+    the seconds of all calls together on one device at its peak, without recomputed calls.
     """
 
     site: str
@@ -57,10 +52,7 @@ class Utilisation:
 
 
 def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation:
-    """Return the seconds that a step's FLOPs take at the device's peak, under the strategies of `choice`.
-
-    Each dtype has a peak of its own.
-    """
+    """Return the seconds of a step's FLOPs at the device's peak for each dtype, under the strategies of `choice`."""
     if "contractions" not in planning.derived:
         planning.derived["contractions"] = _find_contractions(planning)
     contractions: Sequence[_Contraction] = planning.derived["contractions"]
@@ -90,7 +82,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
 
 
 def _local_s(planning: PlanningProblem, choice: Sequence[int], item: _Contraction) -> float:
-    """Return the seconds that one rank's FLOPs of the calls `item` take at the device's peak, under `choice`."""
+    """Return the seconds at peak of one rank's FLOPs in all calls of `item`."""
     mesh, strategy = planning.space.mesh, planning.strategy(item.site, choice)
     results = planning.space.sites[item.site].results
     inputs = [s.local_shape(v.shape, mesh) for v, s in zip(item.operands, strategy.inputs, strict=True)]

@@ -28,7 +28,7 @@ from autoshard.errors import NotAvailableError, PlanMismatchError, RecipeError
 from autoshard.ir.program import InputKind, OutputKind, Program
 
 NodeSeconds = Callable[[fx.Node], float]
-"""A function that returns the time of a node of a traced program, in seconds or any other unit."""
+"""Returns the time of a node of a traced program, in seconds or any other unit."""
 
 _BLOCK = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
 _ALONE = (InputKind.INPUT, InputKind.BUFFER, InputKind.SEED)
@@ -39,7 +39,6 @@ class StageAssignment:
     """The stage of each node of a program.
 
     Args:
-        stages: number of stages.
         stage: node to its stage; includes parameters, but no nodes that belong to no stage.
         derived: parameters, and the calls computed from parameters alone.
         cuts: names of the first calls of all stages, without that of the first stage.
@@ -216,10 +215,7 @@ class _Assigning:
         self._move_down(backward, flows)
 
     def _leaves(self, node: fx.Node, flows: set[fx.Node]) -> Iterable[fx.Node]:
-        """Yield the forward values that a backward call reads, directly or through calls that each stage repeats.
-
-        `flows` has the gradients, which are left out.
-        """
+        """Yield the forward values that a backward call reads, directly or by repeated calls; `flows` are gradients."""
         for operand in node.all_input_nodes:
             if operand in flows:
                 continue
@@ -271,16 +267,14 @@ def cut_forward(
     seconds: NodeSeconds,
     windows: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Cut a forward into consecutive runs so that the longest run takes the least time; return the runs' ends.
-
-    Among equal cuts, the cuts that the fewest bytes cross win. The result has, for each run but the last, the index in
-    `forward` of the first call behind the run.
+    """Cut a forward into consecutive runs: the longest takes the least time, and among equal cuts the fewest bytes
+    cross.
 
     Args:
-        forward: the calls of the forward, in order.
-        stages: number of runs.
-        seconds: time of a call.
         windows: first and last possible index of each end; None for any.
+
+    Returns:
+        For each run but the last, the index in `forward` of the first call behind the run.
 
     Raises:
         NotAvailableError: no cuts lie in the windows.
@@ -316,10 +310,7 @@ def cut_forward(
 
 
 def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
-    """Return the bytes that cross a cut in front of each index in `forward`.
-
-    Values that are made before the index and read at the index or later cross the cut.
-    """
+    """Return the bytes that are made before each index of `forward`, and read at the index or later."""
     places = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 2)
     for node, index in places.items():
@@ -345,10 +336,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
-    """Return the indices of calls in front of which the forward may be cut.
-
-    Cuts lie between blocks, or anywhere if the model has too few blocks.
-    """
+    """Return the indices before which the forward may be cut: between blocks, or anywhere without enough blocks."""
     before, between, behind = _around_blocks(forward, crossing)
     places = [*before, *between, *behind]
     if len(places) >= stages - 1:
@@ -360,8 +348,7 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
 def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """Return the indices for cuts before the first block, between blocks, and after the last block, as three lists.
 
-    A cut between two blocks lies where the fewest bytes cross. The first or last list is empty if no call lies before
-    or after the blocks. All lists are empty if there are no blocks.
+    A cut between two blocks lies where the fewest bytes cross. Lists are empty where no call or no block lies.
     """
     keys = [_block_of(node) for node in forward]
     inside = [index for index, key in enumerate(keys) if key is not None]
@@ -378,11 +365,7 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """Return the ends of stages, as in `cut_forward`, given the number of blocks of each stage.
-
-    Raises:
-        RecipeError: the model has another number of blocks, or a stage without blocks would have no calls.
-    """
+    """Return the ends of stages, as in `cut_forward`, by numbers of blocks, which must be those of the model."""
     before, between, behind = _around_blocks(forward, _crossing_bytes(forward))
     count = len(between) + 1
     if sum(blocks) != count or 0 in blocks[1:-1]:

@@ -37,7 +37,6 @@ class InsertFanOuts:
     """Insert fan-outs after values with several users."""
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with fan-outs, over a graph of its own."""
         program = copy_program(program)
         order = {node: index for index, node in enumerate(program.graph.nodes)}
         results = {slot.node for slot in program.outputs}
@@ -65,7 +64,7 @@ def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_
 
 
 def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
-    """Insert a fan-out right after a gradient, `node`; its users in the update then read the fan-out."""
+    """The fan-out comes right after the gradient, so that only the reduced gradient is kept for the update."""
     with graph.inserting_after(node):
         inserted = insert_call(graph, fan_out, (node,), like=node)
     inserted.meta[_GRADIENT] = True
@@ -84,9 +83,6 @@ def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
 
 
 def _common_module(users: Sequence[fx.Node]) -> str:
-    """Return the path of the innermost module that contains all users.
-
-    So a table that all layers read does not belong to the first layer.
-    """
+    """Return the path of the innermost module of all users: a table for all layers is not of the first layer."""
     levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

@@ -37,7 +37,7 @@ class JoinGelu:
     """Replace written-out tanh gelus and their gradients by operators."""
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with joined gelus, over a graph of its own, or the program itself if it has none."""
+        """Return the program itself if it has no written-out gelu, else a program with a graph of its own."""
         if not any(map(_is_cube, program.graph.nodes)):
             return program
         joining = _Joining(copy_program(program))
@@ -71,12 +71,7 @@ def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
 
 @dataclass(slots=True)
 class _Joining:
-    """A program whose written-out gelus are being joined.
-
-    Args:
-        program: the program.
-        numbering: the value numbers of its original nodes.
-    """
+    """A program whose written-out gelus are being joined; `numbering` has the value numbers of its original nodes."""
 
     program: Program
     numbering: Numbering = field(init=False)
@@ -86,7 +81,6 @@ class _Joining:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The nodes of the graph as it is now, in order."""
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
@@ -99,10 +93,7 @@ class _Joining:
                 self._replace(made[-1], _aten.gelu_backward.default, (gradient, number))
 
     def join(self, number: int) -> None:
-        """Replace the written-out gelu(z) by `gelu`; z is the value with this number.
-
-        If other calls read an intermediate value of the gelu, nothing is replaced.
-        """
+        """Replace the written-out gelu(z), if nothing else reads its intermediate values; `number` is that of z."""
         if found := self._find(_form(is_backward=False), (number,)):
             within = {node for node in self.nodes if self.numbering.numbers.get(node) in found[:-1]}
             whole = within | {node for node in self.nodes if self.numbering.numbers.get(node) == found[-1]}
@@ -110,10 +101,7 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """Return the value numbers of a form's calls on these operands, the result's number last.
-
-        The list is empty if the program lacks one of the calls.
-        """
+        """Return the value numbers of a form's calls on these operands, in order; [] if the program lacks a call."""
         numbers: dict[fx.Node, int] = dict(zip(form.find_nodes(op="placeholder"), operands, strict=True))
         for call in _calls(form):
             if (number := self.numbering.keys.get(_key(call, numbers))) is None:
@@ -122,14 +110,9 @@ class _Joining:
         return [numbers[call] for call in _calls(form)]
 
     def _replace(self, result: int, operator: OpOverload, operands: tuple[int, ...]) -> None:
-        """Replace each node with the value number `result` by a call.
+        """Replace each node with the value number `result` by a call on the values with the numbers `operands`.
 
-        Nodes of types narrower than 32 bits stay. Nodes whose shape or type differs from an operand's stay too.
-
-        Args:
-            result: value number of the result.
-            operator: the operator to call.
-            operands: value numbers of the operator's operands.
+        Nodes of types narrower than 32 bits stay, and nodes whose shape or type differs from an operand's.
         """
         for node in [node for node in self.nodes if self.numbering.numbers.get(node) == result]:
             args = tuple(self._latest(operand, node) for operand in operands)
@@ -141,7 +124,6 @@ class _Joining:
             self.program = replace_slot_node(self.program, node.name, made.name)
 
     def _latest(self, number: int, reader: fx.Node) -> fx.Node:
-        """Return the last node before `reader` that has this value number."""
         return max(node for node in self.nodes if self.numbering.numbers.get(node) == number and node < reader)
 
 

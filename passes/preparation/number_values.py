@@ -46,12 +46,7 @@ class Numbering:
     _draws: dict[Key, int] = field(default_factory=dict)
 
     def add_graph(self, graph_module: fx.GraphModule, *, commuted: bool = False) -> None:
-        """Number the nodes of a graph. Placeholders at the same position of several graphs have the same number.
-
-        Args:
-            graph_module: the graph.
-            commuted: passed to `add_node`.
-        """
+        """Number a graph's nodes; placeholders at the same position of several graphs share a number."""
         placeholders = 0
         for node in graph_module.graph.nodes:
             if node.op == "placeholder":
@@ -64,7 +59,6 @@ class Numbering:
         """Number one node whose operands have numbers; return its number.
 
         Args:
-            node: the node.
             graph_module: the module that owns the graph's constants.
             commuted: whether `a + b` may get the number of an earlier `b + a`; the same for products.
 
@@ -143,7 +137,7 @@ class Numbering:
 
 
 def number_graph(graph_module: fx.GraphModule) -> Numbering:
-    """Number all nodes of a graph except its output."""
+    """Return the numbers of all nodes of a graph except its output."""
     numbering = Numbering()
     numbering.add_graph(graph_module)
     return numbering
@@ -171,7 +165,7 @@ def mirrored_key(key: Key) -> Key | None:
 def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
     """Return the structure of a constant: its type, shape and a hash of its bytes.
 
-    For a constant without bytes (on the meta device, or no tensor), the structure has the name instead.
+    A constant without bytes (on the meta device, or no tensor) has its name in the structure instead.
     """
     value = operator.attrgetter(str(node.target))(graph_module)
     if not isinstance(value, torch.Tensor) or value.device.type == "meta":
@@ -218,7 +212,7 @@ def operands_of(key: Key) -> Iterator[Any]:
 
 
 def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
-    """Return a pattern with each index replaced by the only number of its set in `values`."""
+    """Replace each index of a pattern by the only number of its set in `values`."""
     if key and key[0] == OPERAND:
         (number,) = values[key[1]]
         return (OPERAND, number)

@@ -36,12 +36,7 @@ def copy_program(program: Program) -> Program:
 
 
 def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx.GraphModule:
-    """Return a copy of a graph in which other operators are called on the same arguments.
-
-    Args:
-        graph_module: the graph. It is returned itself if it has none of the operators.
-        targets: operator to the operator that replaces it.
-    """
+    """Return a copy of a graph that calls `targets[op]` for each `op` in `targets`; the graph itself without any."""
     if not any(node.op == "call_function" and node.target in targets for node in graph_module.graph.nodes):
         return graph_module
     graph, copies = copied(graph_module.graph.nodes)
@@ -52,10 +47,7 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
 
 
 def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) -> fx.GraphModule:
-    """Return a copy of a graph in which each collective runs in the process group that `name` returns for it.
-
-    The graph itself is returned if nothing changes.
-    """
+    """Return a copy of a graph in which each collective runs in process group `name(node)`; itself if none changes."""
     names = {node: name(node) for node in graph_module.graph.nodes if is_collective(node)}
     if all(node.args[-1] == given for node, given in names.items()):
         return graph_module
@@ -77,10 +69,7 @@ def needed(results: Iterable[fx.Node], given: Container[fx.Node] = ()) -> set[fx
 
 
 def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:
-    """Return a copy of a graph with its nodes in `order`, or the graph itself if it has this order already.
-
-    The order must respect dependencies.
-    """
+    """Return a copy of a graph with its nodes in a valid order, or the graph itself if it has this order already."""
     nodes = list(order)
     if nodes == list(graph_module.graph.nodes):
         return graph_module
@@ -114,6 +103,6 @@ def insert_call(
 
 
 def replace_slot_node(program: Program, old: str, new: str) -> Program:
-    """Return the program whose output slots name node `new` in place of node `old`."""
+    """Return the program with node `new` in place of node `old` in its output slots; the graph stays."""
     outputs = tuple(dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs)
     return dataclasses.replace(program, outputs=outputs)

@@ -83,15 +83,7 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
 
 @dataclass(slots=True)
 class _StageCut:
-    """The program of one stage under construction.
-
-    Args:
-        program: the whole traced program.
-        assignment: the stage of each node.
-        number: number of this stage.
-        members: nodes that this stage computes, and its placeholders.
-        received: nodes whose values it receives from other stages.
-    """
+    """The program of stage `number` under construction: its own nodes, and nodes received from other stages."""
 
     program: Program
     assignment: StageAssignment
@@ -133,7 +125,6 @@ class _StageCut:
         return found
 
     def build(self, crossings: dict[_Key, Crossing]) -> Program:
-        """Return the stage's program, given the crossings of all stages."""
         graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[InputSlot]()
         order = {node: index for index, node in enumerate(self.program.graph.nodes)}
         names = self.program.nodes_by_name()

@@ -16,11 +16,7 @@ from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leav
 
 @dataclass
 class ForwardCalls:
-    """The calls of the forward of a search space.
-
-    A link joins a result of a site (a node) to a site that reads it. `readers` is a dict from the name of a site to
-    the links from it. `operands` is a dict from the name of a site to the links to it.
-    """
+    """The calls of a search space's forward; `readers` has the links from each site, and `operands` the links to it."""
 
     space: SearchSpace
     readers: dict[str, list[Link]] = field(init=False, default_factory=lambda: defaultdict(list))
@@ -33,12 +29,12 @@ class ForwardCalls:
 
     @cached_property
     def forward(self) -> tuple[str, ...]:
-        """Names of the sites of forward calls, in order."""
+        """Names of the sites of forward calls, in program order."""
         return tuple(filter(self.is_forward, self.space.sites))
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Index of each site in the program, by name."""
+        """Index of each site of the search space in program order, by name."""
         return {name: index for index, name in enumerate(self.space.sites)}
 
     def is_forward(self, name: str) -> bool:
@@ -47,7 +43,7 @@ class ForwardCalls:
         return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
     def late_readers(self, name: str) -> list[str]:
-        """Return the sites that read a value after the forward."""
+        """Return the names of the calls that read a value after the forward."""
         return [link.head for link in self.readers[name] if is_late(self.space, link)]
 
     def may_be_remade(self, name: str) -> bool:

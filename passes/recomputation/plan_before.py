@@ -21,8 +21,8 @@ from passes.solver.assignment import Solution
 def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, np.ndarray]) -> JointSolution | None:
     """Return a plan as a solution of a problem of the same program, whose prices and limits may differ.
 
-    The solution's lower bound is 0. The result is None if the plan is for another mesh or program, or uses options that
-    are not `allowed`.
+    The lower bound is 0. The result is None if the plan is for another mesh or program, or uses options that are not
+    `allowed`.
     """
     if before.mesh != planning.space.mesh or not _is_of(before, planning):
         return None

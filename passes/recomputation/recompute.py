@@ -1,18 +1,16 @@
 """Recompute values of the forward in the backward, or fetch them from the host, instead of keeping them.
 
 Before → after: for each node `y = f(x)` to recompute, a clone `y_again = f(x)` is inserted in the backward, just before
-the node that the plan names. All readers of `y` outside the forward then read `y_again`. If an operand of the clone is
-recomputed too, the clone reads the operand's clone. Otherwise it reads the value that the forward keeps. The forward
-keeps `y` no longer, because phases are cut by the readers of values. Clones have the phase "recompute", which runs
-within the backward.
+the node that the plan names. All readers of `y` outside the forward then read `y_again`. A clone reads its operands'
+clones where there are any, and otherwise the values that the forward keeps. The forward keeps `y` no longer, because
+phases are cut by the readers of values. Clones have the phase "recompute", which runs within the backward.
 
 For each node `y` to offload, `y_host = to_host(y)` is inserted after it in the forward. `y_back = from_host(y_host)` is
 inserted just before the node that the plan names. All readers of `y` outside the forward, clones among them, then read
 `y_back`. The forward keeps `y_host`, which takes no memory of the device.
 
-A clone equals its original, because nodes are pure and random operators are indexed by a counter. A copy from the host
-equals its original, too. The verifier (`verify_preparation`) gives a node and its clone or copy the same number, or
-refuses the program.
+A clone equals its original, because nodes are pure and random operators are indexed by a counter. The verifier
+(`verify_preparation`) gives a node and its clone or copy the same number, or refuses the program.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def moved_by(node: fx.Node) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InsertRecompute:
-    """Insert clones that recompute values, and copies to and from the host. The module's docstring shows before →
-    after.
+    """Insert clones that recompute values, and copies to and from the host (before → after in the module's docstring).
 
     Args:
         nodes: the nodes to recompute, each with the node before which its clone is inserted.
@@ -61,11 +58,7 @@ class InsertRecompute:
     offloaded: tuple[OffloadedNode, ...] = ()
 
     def __call__(self, program: Program) -> Program:
-        """Return the program with clones and copies, over a graph of its own.
-
-        Raises:
-            PlanMismatchError: the program lacks a named node, or reads a value before it is restored.
-        """
+        """Return the program with clones and copies; `PlanMismatchError` if it lacks a node, or reads one too early."""
         if not self.nodes and not self.offloaded:
             return program
         program = copy_program(program)
@@ -92,9 +85,7 @@ class _RecomputeInsertion:
     """The insertion of clones and copies into a graph.
 
     Args:
-        graph: the graph to change.
         by_anchor: for each node before which values are restored, the nodes of these values.
-        offloaded: the nodes to offload.
         order: index of each node in the graph before the change.
         waiting: nodes that are not restored yet.
         restored: for each restored node, its clone or the copy that is fetched.
@@ -140,10 +131,7 @@ class _RecomputeInsertion:
         self._is_there(original, clone)
 
     def _fetch(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Copy a value to the host where it is made, and back before `anchor`. A node of several results is skipped.
-
-        The nodes that select its results are copied instead.
-        """
+        """Copy a value to the host where it is made, and back before `anchor`; skip tuples, whose items are copied."""
         if not isinstance(original.meta.get("val"), torch.Tensor):
             self.waiting.remove(original)
             return
@@ -161,11 +149,7 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_restored(self, original: fx.Node, anchor: fx.Node) -> None:
-        """Make all readers of a value outside the forward read the restored value.
-
-        Raises:
-            PlanMismatchError: a reader is before `anchor`.
-        """
+        """Make readers outside the forward read the restored value; none may be before `anchor`."""
         if original not in self.restored:
             return
         for reader in list(original.users):
@@ -180,5 +164,4 @@ class _RecomputeInsertion:
 
 
 def _values_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return a node, and the nodes that select one of its results."""
     return node, *(user for user in node.users if user.target is operator.getitem)

@@ -40,9 +40,8 @@ class RecomputeMemory:
 
     Args:
         planning: the problem without recomputation.
-        options: the policies that each value may have.
         spread: a cache of tables of bytes; alike values share a table.
-        wholes: a cache of the results of `_whole_bytes`, by the name of a view.
+        wholes: a cache of `_whole_bytes`, by the name of a view.
     """
 
     planning: PlanningProblem
@@ -74,9 +73,9 @@ class RecomputeMemory:
         return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Return pairs of a site's name and an item of memory. The name is "" for an item that is not a value.
+        """Yield pairs of a site's name and an item of memory, whose table has all options and policies.
 
-        The tables of the items have all options and policies.
+        The name is "" for an item that is not a value.
 
         Raises:
             NotAlikeError: the program leaves out blocks, and the blocks beside them do not hold alike values alike.
@@ -95,7 +94,7 @@ class RecomputeMemory:
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
-        """Return the items that stay in memory after their call, each with the value or link that keeps the memory."""
+        """Yield the items that stay in memory after their call, each with the value or link that keeps the memory."""
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))
@@ -129,9 +128,9 @@ class RecomputeMemory:
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
         """Return the item of a forward value whose memory a link needs after the value's last use in the forward.
 
-        `kept` has the interval of the item, and `link` joins the value to its reader. The item exists under the
-        policies that hold the value if `is_held`, and otherwise under all other policies. While the second life of a
-        held value lasts, the second life counts the bytes.
+        `kept` has the interval, and `link` joins the value to its reader. The item exists under the policies that hold
+        the value if `is_held`, else under all other policies. During a held value's second life, the second life counts
+        the bytes.
         """
         is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
@@ -140,7 +139,7 @@ class RecomputeMemory:
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
-        """Return the item of a result of the program, from the end of its second life to the end of the program."""
+        """Yield the item of a result of the program, from the end of its second life to the end of the program."""
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -151,16 +150,12 @@ class RecomputeMemory:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
     def _late_items(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of a value's second life under a policy."""
         if policy in RESTORED or self.options.holds(name, policy):
             is_owner = name not in self.viewed or policy in OFFLOADED
             yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
     def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of the second life of a value that owns its memory.
-
-        A recomputed call makes unread results, too.
-        """
+        """Yield items of the second life of a value that owns its memory; recomputed calls make unread results too."""
         there = tuple(kept is policy for kept in self.policies_of(name))
         start = self._start(name, policy)
         for result in range(len(self.planning.space.sites[name].results)):
@@ -171,10 +166,7 @@ class RecomputeMemory:
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
-        """Return the items of the second life of a view.
-
-        A view takes no memory while the viewed value is in memory anyway. After that, the view keeps the memory.
-        """
+        """Yield items of a view's second life: no bytes while the viewed value is in memory anyway, then its memory."""
         start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
         if start <= covered:
@@ -192,7 +184,7 @@ class RecomputeMemory:
 
     @cached_property
     def deaths(self) -> dict[tuple[str, int], int]:
-        """For each value of the split space, the program point of its last use, including uses through views.
+        """The last use, also through views, of each value of the split space, as a program point.
 
         A key is a site's name and the index of a result.
         """
@@ -221,10 +213,7 @@ class RecomputeMemory:
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """For each memory (`_memory_of`), the last point at which a second life counts its bytes.
-
-        After this point, the last view of the memory counts the bytes.
-        """
+        """The last point at which second lives count each memory's bytes (`_memory_of`), before its last view does."""
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
             *others, _ = 0, 0, *sorted(self.reaches[view, 0] for view in self.views[place])
@@ -235,10 +224,7 @@ class RecomputeMemory:
 
     @cached_property
     def reaches(self) -> dict[tuple[str, int], int]:
-        """For each memory, the last point at which the memory or its views may be in use after the forward.
-
-        The keys are in program order.
-        """
+        """The last point at which each memory or its views may be in use after the forward, in program order."""
         found: dict[tuple[str, int], int] = {}
         for name, site in reversed(list(self.planning.space.sites.items())):
             if name in self.split.late:
@@ -248,7 +234,7 @@ class RecomputeMemory:
 
     @cached_property
     def views(self) -> dict[tuple[str, int], list[str]]:
-        """For each memory, the names of its views that have second lives."""
+        """The names of each memory's views that have second lives."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
@@ -256,10 +242,7 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """Return the key of a link's value in `reaches`: the name of the site that makes it, and the result's index.
-
-        If that site is a view, the index is always 0, because all its results lie in one memory.
-        """
+        """Return the maker of a link's value and the result's index; a view's results share memory, with index 0."""
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 
     def _last_end(self, place: tuple[str, int]) -> int:
@@ -268,14 +251,13 @@ class RecomputeMemory:
         return max(self._end(name, each) for each in results)
 
     def _start(self, name: str, policy: ValuePolicy) -> int:
-        """Return the first point at which a second life under a policy is counted."""
         if policy in RESTORED:
             return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
     def reshard_points(self) -> dict[str, list[int]]:
-        """For each site, the points at which its values are resharded for their readers."""
+        """The points at which each site's values are resharded for their readers."""
         found: dict[str, list[int]] = defaultdict(list)
         for index, point in self.liveness.reshards.items():
             found[self.split.space.links[index].tail].append(point)
@@ -319,14 +301,13 @@ class RecomputeMemory:
         return self.spread[key]
 
     def _own_bytes(self, link: Link) -> Floats:
-        """Return the bytes of a link's value, by the option of the site that makes it."""
         return self.planning.memory.of_value(link.tail, link.result)
 
     def _whole_bytes(self, link: Link) -> Floats:
         """Return the bytes of the memory that a link's value lies in, by the option of the site that makes it.
 
-        For a value that is a part of another value, these are the bytes of the whole. If a reshard decides whether the
-        value is still a part, the value counts as a part.
+        For a part of another value, these are the bytes of the whole. If a reshard decides whether the value is still a
+        part, it counts as a part.
         """
         above = self.viewed.get(link.tail)
         if above is None:
@@ -339,10 +320,7 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """Return the item with an interval and a table of bytes. The axes of the table belong to the sites `names`.
-
-        The item of a recomputation exists only if the recomputation happens.
-        """
+        """Return an item whose table has an axis for each site of `names`; a recomputation's item needs its policy."""
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
@@ -350,10 +328,7 @@ class RecomputeMemory:
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """Return an item that exists only under some policies of its variables.
-
-        `there` has, for each variable, a flag for each of its policies.
-        """
+        """Return an item that exists only under the policies flagged in `there`, for each of its variables."""
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -366,10 +341,7 @@ def _site(key: Key) -> str:
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """Return a table repeated for each combination of policies, with zeros for combinations without the item.
-
-    `there` has, for each axis of the table, a flag for each policy of the axis' variable.
-    """
+    """Return a table repeated for each combination of policies, with zeros where some axis' policy is not flagged."""
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

@@ -44,9 +44,8 @@ class RecomputeProblem:
 
     Args:
         planning: the problem without recomputation. Here each of its options is repeated for each policy.
-        options: the possible policies.
         assignment: the costs of options and pairs of options, without rows for memory.
-        usage: a function from a choice to the bytes in use at each program point.
+        usage: the bytes in use on each rank at each program point under a choice.
     """
 
     planning: PlanningProblem
@@ -56,7 +55,7 @@ class RecomputeProblem:
 
     @property
     def space(self) -> SearchSpace:
-        """The search space without recomputation."""
+        """The sites and links of the program without recomputation."""
         return self.planning.space
 
     @property
@@ -65,14 +64,11 @@ class RecomputeProblem:
         return self.planning.liveness
 
     def memory_row(self, point: int) -> MemoryRow:
-        """Return the bytes in use at one program point, as a function of the choice."""
+        """Return the bytes in use on each rank at one program point, as a function of the choice."""
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Return masks of this problem's options, from masks of options without recomputation.
-
-        Any policy is allowed.
-        """
+        """Return masks of this problem's options, with any policy, from masks of options without recomputation."""
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
     def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
@@ -81,10 +77,7 @@ class RecomputeProblem:
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
     def restored(self, choice: Sequence[int]) -> Restored:
-        """Return the nodes that a choice recomputes and offloads, in program order.
-
-        Values that no call reads are left out.
-        """
+        """Return the nodes that a choice recomputes and offloads, in program order, if some call reads their values."""
         made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
@@ -122,7 +115,6 @@ class RecomputeProblem:
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether a choice reshards the value of a link for its reader."""
         base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
@@ -149,7 +141,6 @@ class Restored:
 
 
 NOTHING_RESTORED = Restored()
-"""Nothing is restored: all values that the backward reads are kept."""
 
 
 def build_recompute_problem(
@@ -159,11 +150,9 @@ def build_recompute_problem(
     with_memory: bool = True,
     control: SearchControl | None = None,
 ) -> RecomputeProblem:
-    """Return the problem with recomputation over the strategies of `planning`.
+    """Return the problem with recomputation over the strategies of `planning`, which has no recomputation.
 
     Args:
-        planning: the problem without recomputation.
-        options: the possible policies.
         with_memory: whether to count memory. A choice that is not searched needs no memory.
         control: ends building when time is up; None: building goes on to the end.
 
@@ -182,11 +171,7 @@ _Part = TypeVar("_Part")
 
 
 def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Yield the items of an iterator until `control` is over.
-
-    Raises:
-        SearchStopped: `control` is over.
-    """
+    """Yield the parts, but raise `SearchStopped` once `control` is over."""
     for part in parts:
         if control is not None and control.is_over():
             raise SearchStopped("time was up before the problem with recomputation was built")
@@ -241,10 +226,10 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Return the costs of an edge, [options of the tail, options of the head].
+        """Return the seconds of an edge, [options of the tail, options of the head]; equal cost tables share the
+        result.
 
-        `allowed` has the allowed pairs of policies, [tail policies, head policies]. Other pairs cost infinity.
-        Edges that share a cost table share the result.
+        Pairs of policies outside `allowed`, [tail policies, head policies], cost infinity.
         """
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
@@ -277,5 +262,5 @@ class _Building:
 
 
 def _runs(policy: ValuePolicy) -> int:
-    """Return how often a call runs in a step: 2 under a policy that recomputes its value, otherwise 1."""
+    """Return how often a call runs in a step and micro-batch: twice if its value is recomputed."""
     return 2 if policy in RECOMPUTED else 1

@@ -1,7 +1,4 @@
-"""Cut the forward into segments.
-
-A value may be recomputed from values of its segment and values that enter the segment.
-"""
+"""Cut the forward into segments, from whose own and incoming values a value may be recomputed."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from passes.strategies.fold_blocks import numbered_blocks
 
 
 def segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """Return the number of the segment of each forward site, by the site's name.
+    """Return the number of the segment of each forward site, by the site's name; `sites` is in program order.
 
     A segment is a repeated block (the outermost numbered module with at least two matrix products), or a run of sites
-    outside of blocks. `sites` is in program order.
+    outside of blocks.
     """
     blocks = numbered_blocks(sites)
     found: dict[str, int] = {}
@@ -26,7 +23,7 @@ def segments(sites: Sequence[Site]) -> Mapping[str, int]:
 
 
 def block_segments(sites: Sequence[Site]) -> Mapping[str, int]:
-    """Return the same numbers as `segments`, but only for sites in repeated blocks."""
+    """Return the numbers that `segments` gives to sites in repeated blocks, without sites outside of blocks."""
     blocks, found = numbered_blocks(sites), segments(sites)
     return {site.name: found[site.name] for site in sites if _block(site, blocks)}
 

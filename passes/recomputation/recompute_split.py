@@ -1,9 +1,9 @@
 """A search space in which values of the forward have two lives: one in the forward, and one after it.
 
-For each site (node) with several policies, a second site after the forward has the same value, and all later readers
-read it (`late`). For each policy that restores the value, one more site stands where the value is restored
-(`restored`). A recomputation reads operands; a fetch from the host reads no operands. Lifetimes in this space cover
-both lives of a value, and the operands of recomputations.
+Each site (node) with several policies has a second site after the forward with the same value, for all later readers
+(`late`). For each policy that restores the value, one more site stands where the value is restored (`restored`). A
+recomputation reads operands; a fetch from the host reads none. So lifetimes in this space cover both lives of a value,
+and the operands of recomputations.
 """
 
 from __future__ import annotations
@@ -39,18 +39,12 @@ class SplitSpace:
     sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
     def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
-        """Return the original of a site, and the policy under which the site exists.
-
-        A policy of None means any policy.
-        """
+        """Return the original of a site, and the policy under which the site exists; None for any policy."""
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
-    """Return the space with two lives of the values that have several policies.
-
-    `classes` maps a site to its variable.
-    """
+    """Return the space with two lives of values that have several policies; `classes` has each site's variable."""
     kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
     restored = {
@@ -82,10 +76,7 @@ def _sites(
     late: Mapping[str, str],
     restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
-    """Yield pairs of a site's name and the site, in program order.
-
-    Second lives follow the forward, and recomputations stand where they happen.
-    """
+    """Yield sites by name in program order: second lives after the forward, recomputations where they happen."""
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for (name, policy), copy in restored.items():
         before[options.anchors[name][policy]].append((name, copy))

@@ -43,10 +43,9 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """Return the problem that `with_whole_blocks` took, and `found` with its recomputed and offloaded nodes.
+    """Return the problem that `with_whole_blocks` took, and `found`, a solution of its result, with the restored nodes.
 
-    `found` is a solution of the problem that `with_whole_blocks` returned. A solution of any other problem is returned
-    unchanged, with its own problem.
+    A solution of any other problem is returned unchanged, with its own problem.
 
     Raises:
         RecipeError: the hosts lack memory for the offloaded values.
@@ -69,7 +68,7 @@ _DECIDED = "decided blocks"
 
 
 def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Restored:
-    """Return the calls that are recomputed and offloaded if a recipe says so for whole blocks."""
+    """Return the forward calls that are recomputed and offloaded if a recipe says so for whole blocks."""
     blocks = _Blocks(space)
     remade = blocks.remade(views_alone=not recompute) if recompute or offload else {}
     moved = blocks.moved(remade) if offload else {}
@@ -88,8 +87,8 @@ class _Blocks(ForwardCalls):
     def remade(self, *, views_alone: bool) -> dict[str, str]:
         """Return the recomputed calls, each with the site before which its block is recomputed.
 
-        The site is the first site after the forward that reads a recomputed value of the block. With `views_alone`,
-        only views of offloaded values are recomputed.
+        It is the first site after the forward that reads a recomputed value of the block. With `views_alone`, only
+        views of offloaded values are recomputed.
         """
         wanted: set[str] = set()
         for name in reversed(self.forward):
@@ -116,7 +115,6 @@ class _Blocks(ForwardCalls):
         return found
 
     def module(self, name: str) -> str:
-        """Return the path of the module that issued a call."""
         node = self.space.sites[name].node
         assert node is not None, "calls have nodes"
         return node.meta.get("module", "")

@@ -34,8 +34,7 @@ from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where
 
 
 def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
-    """Return the planning problem of the program that restores values. Its variables and options are those of
-    `planning`.
+    """Return the planning problem of the program that restores values, with the variables and options of `planning`.
 
     Clones, and copies to and from the host, have the variables of their originals. So a choice of `planning` is a
     choice of the result.
@@ -65,10 +64,7 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
-    """Return the search space with clones and copies, and a dict from each site to its original.
-
-    Clones and copies have the specs of their originals.
-    """
+    """Return the search space with clones and copies, which have their originals' specs, and each site's original."""
     program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
@@ -102,10 +98,7 @@ def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dic
 
 @dataclass(slots=True)
 class _Transfers:
-    """Make sites of copies to and from the host.
-
-    Each option of a copy keeps the spec of one option of the copied value.
-    """
+    """Makes sites of copies to and from the host; each option keeps the spec of one option of the copied value."""
 
     space: SearchSpace
     strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
@@ -124,6 +117,6 @@ class _Transfers:
 
 
 def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """Return, for each mesh axis, the dim of a spec that the axis splits (see `autoshard.rules.offload`)."""
+    """Return the dim of a spec that each mesh axis splits, as `autoshard.rules.offload` names it."""
     dims = (spec.dim_of(axis) for axis in mesh.axis_names)
     return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -1,7 +1,4 @@
-"""Search the fastest recipe of a model on a cluster, and the fastest recipe of each known kind (FSDP, Megatron TP+SP).
-
-All searches of one problem share prices.
-"""
+"""Search the fastest recipe of a model on a cluster, and of each known kind (FSDP, Megatron TP+SP)."""
 
 from __future__ import annotations
 
@@ -24,11 +21,9 @@ from passes.solver.search_control import Ceiling
 
 @dataclass
 class RecipeProblem:
-    """The problem of finding the fastest recipe of a model on a cluster.
+    """The problem of finding the fastest recipe of a model on a cluster, of which all devices are used.
 
     Args:
-        counted: the model.
-        cluster: the cluster; all of its devices are used.
         base: an execution with the global batch and all fields that are not in `recipe_space.SEARCHED`.
         memory_limit: bytes of a device that recipes may take.
         least_tokens: the smallest number of tokens of a sequence on a context rank.
@@ -47,20 +42,17 @@ class RecipeProblem:
 
     @cached_property
     def pricer(self) -> RecipePricer:
-        """The pricer of recipes. All searches of the problem share it, and so its prices."""
+        """The prices that all searches of the problem share."""
         return RecipePricer(self.counted, self.cluster)
 
     @cached_property
     def kinds(self) -> dict[str, Only]:
-        """The known kinds of recipes that have at least one recipe in this problem, without regard to memory.
-
-        A dict from the kind's name to its restriction of searched fields, see `known_kinds`.
-        """
+        """The restriction (`known_kinds`) of each known kind that has any recipe here, by the kind's name."""
         known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
         return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
     def within(self, memory_limit: float) -> RecipeProblem:
-        """Return this problem with another memory limit. Both problems share their prices."""
+        """Return this problem with another memory limit, in bytes of a device. Both problems share their prices."""
         other = replace(self, memory_limit=memory_limit)
         other.pricer = self.pricer
         return other
@@ -87,7 +79,7 @@ class RecipeProblem:
         )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
-        """Return the recipe with the least memory. Its objective is in bytes. The arguments are as in `best`."""
+        """Return the recipe with the least memory, whose objective is in bytes. The arguments are as in `best`."""
         return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
@@ -96,7 +88,7 @@ class RecipeProblem:
         return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
 
     def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
-        """Return the fastest recipe of each known kind, as a dict from the kind's name.
+        """Return the fastest recipe of each known kind that fits, by the kind's name.
 
         Ctrl-C ends the search of a kind, and no later kind is searched.
 
@@ -165,7 +157,7 @@ class RecipeProblem:
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, only: Only | None = None) -> RecipeSpace:
-        """Return the set of recipes to search, with the fields of `only` restricted to the given values."""
+        """Return the recipes to search, with the fields of `only` restricted to the given values."""
         return RecipeSpace(
             self.counted,
             self.cluster.size,
@@ -180,17 +172,12 @@ class RecipeProblem:
 
 
 def _both(one: Only, other: Only) -> Only:
-    """Return the restriction to recipes that two restrictions allow.
-
-    A field in both restrictions keeps the values that both allow. Any other field keeps its values.
-    """
     common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
     return {**one, **other, **common}
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
-    """Return the kinds of recipes that experts know by name, as a dict from the name to allowed values of searched
-    fields.
+    """Return the restrictions of searched fields that experts know by name, by this name.
 
     Tensor parallel ranks stay within a node, as in Megatron-LM. Pipelines have Megatron-LM's schedules. HSDP shards
     within nodes, and equals FSDP on a single node.
@@ -221,9 +208,9 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
 def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
     """Return a recipe of the problem that is equal or similar to the recipe `before` of another plan, or None.
 
-    If `before` fits and keeps the constraints, it is returned. Otherwise the fastest similar recipe is returned.
-    Similar recipes split a micro-batch in the same way (`alike`), and may have other numbers of replicas or pipeline
-    ranks. None means that no similar recipe fits, or that the ceiling ends the search first.
+    If `before` fits and keeps the constraints, it is returned. Otherwise the result is the fastest recipe that splits a
+    micro-batch in the same way (`alike`), with any number of replicas and pipeline ranks. None means that no similar
+    recipe fits, or that the ceiling ends the search first.
     """
     try:
         recipe = problem.base.of(before)
@@ -241,8 +228,5 @@ _ALIKE = (
 
 
 def alike(recipe: Recipe) -> Only:
-    """Return the restriction to recipes that split a micro-batch in the same way as `recipe`.
-
-    Their fields in `_ALIKE` have the values of `recipe`. A field that is None in `recipe` is not restricted.
-    """
+    """Return the restriction to recipes with the fields `_ALIKE` of `recipe`; fields that are None are free."""
     return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -56,7 +56,7 @@ class FoundRecipe:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a ceiling ended the search."""
+        """Whether a ceiling, not Ctrl-C, ended the search early."""
         return not (self.is_complete or self.was_interrupted)
 
 
@@ -66,19 +66,12 @@ NOTHING = FoundRecipe(
 """The result of a search that has not begun."""
 
 Watch = Callable[[FoundRecipe], None]
-"""A function that is called with the result so far.
-
-It is called after every new best recipe, and after every `_ENTRIES_BETWEEN_WATCHES` entries.
-"""
+"""Called with the result so far, after each new best recipe and every `_ENTRIES_BETWEEN_WATCHES` entries."""
 
 _FIRST_SPLITS = 4
-"""The number of entries that are split after each tuple of layouts is put on the heap.
-
-These splits find a first recipe early.
-"""
+"""Entries that are split after each tuple of layouts is put on the heap, to find a first recipe early."""
 
 _ENTRIES_BETWEEN_WATCHES = 256
-"""The number of entries between two calls of `watch`."""
 
 
 @one_blas_thread()
@@ -95,13 +88,11 @@ def search_recipes(
     """Return the fastest recipe of a set that fits in the memory limit.
 
     Args:
-        space: the set of recipes.
-        pricer: computes the times and memory of recipes.
         memory_limit: bytes of a device.
         smallest: whether to minimise the peak memory in bytes instead of the step in seconds.
         ceiling: a limit that may end the search; None: no limit.
         known: a recipe to begin with; worse recipes are skipped.
-        watch: a function that is called with the progress.
+        watch: is called with the progress.
 
     Raises:
         KeyboardInterrupt: Ctrl-C before any recipe was priced. Later, Ctrl-C only ends the search.
@@ -118,11 +109,7 @@ def search_recipes(
 
 
 class _LayoutSet(NamedTuple):
-    """All recipes with a layout and an activation policy.
-
-    `others` are the layout's activation policies that take longer than `policy`. When this set is split, each policy of
-    `others` gets an entry.
-    """
+    """All recipes with a layout and a policy; `others`, which take longer, are put on the heap when this is split."""
 
     layout: Layout
     policy: ActivationPolicy
@@ -130,8 +117,6 @@ class _LayoutSet(NamedTuple):
 
 
 class _ShardedSet(NamedTuple):
-    """All recipes with a layout, an activation policy, a number of pipeline ranks and a sharding."""
-
     layout: Layout
     policy: ActivationPolicy
     ranks: int
@@ -145,8 +130,8 @@ _Node = _LayoutSet | _ShardedSet | Execution
 class _BestFirst:
     """The state of one search.
 
-    `open` is a heap of entries: tuples of a lower bound, the entry's number, and a set of recipes. `best` is the best
-    recipe so far, with its `objective` and `memory`. `bound` is the lowest bound of the heap.
+    `open` is a heap of entries: (lower bound, the entry's number, set of recipes). `bound` is the lowest bound of the
+    heap. `best` is the best recipe so far, with its `objective` and `memory`.
     """
 
     space: RecipeSpace
@@ -165,10 +150,7 @@ class _BestFirst:
     nodes: int = 0
 
     def run(self, known: Execution | None) -> bool:
-        """Search until the best recipe is found or the ceiling is reached; return whether the best recipe is found.
-
-        `known` is a recipe to begin with, or None.
-        """
+        """Search from `known`, if any; return whether the best recipe is found before the ceiling."""
         if known is not None:
             self._price(known)
         for layouts in self.space.layouts():
@@ -186,7 +168,6 @@ class _BestFirst:
         return True
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
-        """Return the result of the search so far."""
         bound, elapsed_s = min(self.bound, self.objective), time.monotonic() - self.start
         ended = (is_complete, was_interrupted, self.priced, self.nodes, elapsed_s)
         return FoundRecipe(self.best, self.objective, bound, *ended)
@@ -197,10 +178,7 @@ class _BestFirst:
         return self.ceiling.cuts()
 
     def _take_first(self) -> None:
-        """Remove the entry with the lowest bound from the heap. Price it if it is one recipe, or else split it.
-
-        Nothing happens if the entry cannot be better than the best recipe.
-        """
+        """Price or split the entry with the lowest bound, unless it cannot be better than the best recipe."""
         if not self.open or self.open[0][0] >= self.objective:
             return
         bound, _, node = heapq.heappop(self.open)
@@ -223,10 +201,7 @@ class _BestFirst:
                     break
 
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
-        """Put a layout with an activation policy on the heap, and return True.
-
-        Return False, and put nothing on the heap, if the least memory of all its recipes exceeds the memory limit.
-        """
+        """Put a layout with a policy on the heap; return False if the least memory of its recipes exceeds the limit."""
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
         needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
@@ -237,11 +212,7 @@ class _BestFirst:
         return True
 
     def _split_layout(self, bound: float, node: _LayoutSet) -> None:
-        """Put the parts of a set on the heap.
-
-        The parts are the layout with each policy of `node.others`, and the set's own policy with each number of
-        pipeline ranks and each sharding. `bound` is the lower bound of the set.
-        """
+        """Put on the heap each policy of `node.others`, and the set's policy with each number of ranks and sharding."""
         for policy in node.others:
             self._open(node.layout, policy)
         for ranks in self.space.pipelines(node.layout):
@@ -252,7 +223,6 @@ class _BestFirst:
                     self._push(least, _ShardedSet(node.layout, node.policy, ranks, sharding))
 
     def _split_sharded(self, node: _ShardedSet) -> None:
-        """Put each recipe of a set on the heap if it fits."""
         pipes = self.space.pipes(node.layout, node.ranks)
         if not pipes:
             return
@@ -266,21 +236,16 @@ class _BestFirst:
             self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
     def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
-        """Return a recipe with `ranks` pipeline ranks. Several ranks have the schedule 1F1B.
-
-        The recipe is for bounds that do not depend on the schedule.
-        """
+        """Return a recipe for bounds that do not depend on the schedule; several ranks have 1F1B."""
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
         return self.space.recipe(layout, policy, pipe, sharding)
 
     def _push(self, bound: float, node: _Node) -> None:
-        """Put a set on the heap if its lower bound is below the best objective."""
         self.nodes += 1
         if bound < self.objective:
             heapq.heappush(self.open, (bound, self.nodes, node))
 
     def _price(self, recipe: Execution) -> None:
-        """Price a recipe, and store it as the best recipe if it is better."""
         memory = self.pricer.memory_bytes(recipe)
         objective = float(memory) if self.smallest else self.pricer.time_s(recipe)
         self.priced += 1

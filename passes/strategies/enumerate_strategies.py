@@ -1,7 +1,6 @@
 """List the strategies that the sharding rule of each node admits.
 
-The result is a `SearchSpace`, a graph of sites and links. A site is a node for which a strategy is chosen. A link leads
-from the site that makes a value to a site that reads the value.
+The result is a `SearchSpace`, a graph of sites (nodes that need a strategy) and links (values between sites).
 
 A model repeats few kinds of calls, so two results are shared. Calls with equal operators, literals, shapes and dtypes
 share one bound rule (`BoundRule`: a sharding rule with the sizes of the call). Bound rules that admit the same
@@ -38,14 +37,14 @@ from passes.strategies.narrow_gradients import find_narrow_gradients
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Global shape and dtype of a value."""
+    """Global shape and dtype of a value, before any split."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Bytes of one element of the value."""
         return self.dtype.itemsize
 
 
@@ -57,9 +56,7 @@ class Site:
         name: the node's name; the slot's name for an output of the program, such as "output:0".
         node: the fx node; None for an output of the program.
         phase: "forward", "backward" or "update".
-        strategies: the strategies to choose from.
-        results: shapes and dtypes of the tensors that the site makes, in order. A None among a call's results is left
-            out.
+        results: shapes and dtypes of the site's tensors, in order, without a call's results that are None.
         rule: the call's bound rule; None for an operator without a rule, and for placeholders and outputs.
         call: a number that equal calls share: calls with the same operator, literals, shapes and dtypes. The number
             that tells random operators of one program apart is not compared. -1 for placeholders and outputs.
@@ -75,9 +72,7 @@ class Site:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the results of the site share memory with its operands. Such calls are views, fan-outs and updates in
-        place.
-        """
+        """Whether the site is a view, a fan-out or an update in place, whose results share memory with its operands."""
         return (
             self.node is not None
             and self.node.op == "call_function"
@@ -86,7 +81,7 @@ class Site:
 
     @property
     def is_input(self) -> bool:
-        """Whether the site is a placeholder."""
+        """Whether the site is a placeholder of the program: a parameter, buffer, state, input or tangent."""
         return self.node is not None and self.node.op == "placeholder"
 
 
@@ -99,7 +94,7 @@ class Link:
         result: index of the value among the results of `tail`.
         head: name of the site that reads the value.
         operand: index of the value among the tensor operands of `head`. It is -1 if `head` is a placeholder whose spec
-            the value has to take when it leaves the program. For example, a gradient takes the spec of its parameter.
+            the value takes when it leaves the program. A gradient takes the spec of its parameter.
         keeps_sums: whether reshards on the link must not reduce a partial sum.
     """
 
@@ -132,12 +127,10 @@ class SearchSpace:
     """The graph in which the search chooses one strategy for each site.
 
     Args:
-        program: the prepared program.
-        mesh: the mesh over which strategies split tensors.
         sites: site by name, in program order; the outputs of the program come last.
         links: all links. Other modules refer to a link by its index in this tuple.
-        replicated_operators: operators without a sharding rule, which every rank runs whole. Each is a pair of the
-            operator's name and the user's line.
+        replicated_operators: (operator's name, user's line) of operators without a sharding rule, which every rank runs
+            whole.
     """
 
     program: Program
@@ -164,7 +157,6 @@ class EnumerateStrategies:
     """Build the search space of a canonical program.
 
     Args:
-        mesh: the mesh to split over.
         strict: refuse operators without a rule instead of running them whole on every rank.
         prune: leave out strategies that improve no plan. Under such a strategy a value is partial with a reduction that
             no call of the program makes. An example is a partial maximum in a program without maxima. Keeping the value
@@ -185,11 +177,7 @@ class EnumerateStrategies:
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
-        """Return the search space of `program`.
-
-        Raises:
-            NoShardingRuleError: `strict` is set, and an operator has no rule.
-        """
+        """Return the search space of `program`; `NoShardingRuleError` if `strict` and an operator has no rule."""
         kinds = {slot.node: slot.kind for slot in program.inputs}
         ranges = find_ranges(program.graph_module)
         calls = {node.name: self._call(node, ranges) for node in program.graph.nodes if _is_call(node)}
@@ -298,7 +286,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
     Args:
         node: the call.
         ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
-            not zero. Plans must not use such a rule, because it may let a partial sum pass wrongly.
+            not zero, which may let a partial sum pass wrongly: never plan with this rule.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
@@ -316,7 +304,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def resolve(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the call that computes the value of `node`, and the value's index among the call's tensor results.
 
-    Usually `node` is this call, and the index is 0. If `node` is a `getitem`, the call is the one with several results.
+    Usually these are `node` and 0. If `node` is a `getitem`, the call is the one with several results.
     """
     if not _is_selection(node):
         return node, 0
@@ -335,7 +323,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
-    """Return the reductions that the calls of a program can leave pending on their results, and always the sum."""
+    """Return the sum, and all reductions that the calls of a program can leave pending on their results."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
     return frozenset({Reduction.SUM, *made})
@@ -370,10 +358,7 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
 
 
 def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
-    """Return one link for each tensor operand of a call.
-
-    `narrow` has the pairs (operand's node, reader's node) whose links have `keeps_sums` set.
-    """
+    """Return a link for each tensor operand; pairs (operand, reader) of `narrow` have `keeps_sums` set."""
     links = []
     for index, operand in enumerate(operands_of(node)):
         tail, result = resolve(operand)
@@ -411,5 +396,5 @@ _SPLITTABLE = (
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
-    """Return a dict from the kind and name of each input of the program to the name of its placeholder."""
+    """Return the name of each input's placeholder, by the kind and name of the input."""
     return {(slot.kind, slot.name): slot.node for slot in program.inputs}

@@ -1,8 +1,8 @@
 """Find the unit of repeated blocks to which each node of a lowered program belongs.
 
-A program may leave out most of a model's equal blocks (`autoshard.ir.repeat`). It then has four of many equal units of
-blocks. The third unit, which follows the gap, stands for the left-out units too: its nodes count several times. A
-node of a lowered program belongs to the unit of the traced node for which it was emitted.
+A program that leaves out most of a model's equal blocks (`autoshard.ir.repeat`) has four of many equal units of blocks.
+The third unit, which follows the gap, stands for the left-out units too: its nodes count several times. A node of a
+lowered program belongs to the unit of the traced node for which it was emitted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from passes.strategies.repeated import AFTER_GAP
 
 
 class UnitSpot(NamedTuple):
-    """The unit of a node.
-
-    Args:
-        repeat: index of the repeat in `Program.repeats`.
-        unit: index of the unit in `Repeat.units`, 0 to 3.
-    """
+    """A node's unit: index of the repeat in `Program.repeats`, and of the unit in `Repeat.units`, 0 to 3."""
 
     repeat: int
     unit: int
@@ -34,12 +29,7 @@ class UnitSpot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalUnits:
-    """The units of the nodes of a lowered program.
-
-    Args:
-        repeats: the repeats of the traced program; empty if it has all blocks of the model.
-        paths: module path by the name of each traced node.
-    """
+    """The units of a lowered program's nodes: the traced program's repeats, and its nodes' module paths by name."""
 
     repeats: tuple[Repeat, ...]
     paths: Mapping[str, str]
@@ -47,12 +37,12 @@ class LocalUnits:
 
     @classmethod
     def of(cls, lowered: LoweredProgram) -> LocalUnits:
-        """Return the `LocalUnits` of a lowered program. If it has all blocks of the model, no node has a unit."""
+        """Return the units of a lowered program's nodes; if it leaves out no blocks, no node has a unit."""
         repeats = lowered.traced.repeats
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
     def spot(self, node: fx.Node) -> UnitSpot | None:
-        """Return the unit to which a node belongs, or None if it belongs to no repeated block."""
+        """Return the unit of repeated blocks to which a node belongs; None outside of repeated blocks."""
         if not self.repeats:
             return None
         path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")

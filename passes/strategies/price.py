@@ -38,12 +38,7 @@ from passes.strategies.price_rewrites import rewritten_time
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """A function from a reshard step to its seconds on a cluster, for `plan_reshard`.
-
-    Args:
-        cluster: the devices and links.
-        mesh: the mesh; it numbers the ranks of the cluster row by row.
-    """
+    """The seconds of a reshard step on a cluster, for `plan_reshard`; `mesh` numbers the cluster's ranks row by row."""
 
     cluster: Cluster
     mesh: Mesh
@@ -76,10 +71,7 @@ def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
 class Prices:
     """Prices of strategies and reshards on one cluster and mesh, cached so that equal calls are priced once.
 
-    Args:
-        cluster: the devices and links.
-        mesh: the mesh over which strategies split tensors.
-        derived: a cache in which other modules store prices that they compute from these `Prices`.
+    `derived` is a cache for prices that other modules compute from these `Prices`.
     """
 
     cluster: Cluster
@@ -92,15 +84,15 @@ class Prices:
 
     @property
     def step_price(self) -> StepPrice:
-        """The function from a reshard step to its seconds on this cluster and mesh, for `plan_reshard`."""
+        """The seconds of one reshard step on this cluster and mesh, for `plan_reshard`."""
         return StepPrice(self.cluster, self.mesh)
 
     def call_time(self, site: Site, strategy: Strategy) -> float:
-        """Seconds of a call on each rank under a strategy; zero for placeholders and results."""
+        """Return the seconds of one run of a call on each rank under a strategy; zero for placeholders and results."""
         return float(self.call_times(site, (strategy,))[0])
 
     def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Return the seconds of a call on each rank under each of `strategies`, [strategies]."""
+        """Return the seconds of one run of a call on each rank under each of `strategies`, [strategies]."""
         node = site.node
         if node is None or node.op != "call_function" or node.target is fan_out:
             return np.zeros(len(strategies))
@@ -112,10 +104,7 @@ class Prices:
         return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
 
     def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
-        """Return the seconds of an offload node's copy to or from the host under each strategy, [strategies].
-
-        The copy does not overlap with computation.
-        """
+        """Return the seconds of an offload node's copy under each strategy, [strategies]; nothing hides the copy."""
         assert site.node is not None, "calls have nodes"
         device = self.cluster.device
         time = device.to_host_time if site.node.target is to_host else device.from_host_time
@@ -128,10 +117,7 @@ class Prices:
         return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
 
     def adding_times(self, site: Site) -> Floats:
-        """Return the seconds to add a gradient to the sum over earlier micro-batches, [strategies].
-
-        The gradient is the first result of `site`. Its size on each rank depends on the site's strategy.
-        """
+        """Return the seconds to add the first result of `site`, a gradient, to its sum on each rank, [strategies]."""
         sizes = local_bytes_of(site.results[0], specs_of(site, 0), self.mesh)
         return np.array([accumulation_time(size, self.cluster.device) for size in sizes.tolist()])
 
@@ -159,11 +145,7 @@ class Prices:
         return self._calls[key]
 
     def _canonical_order(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """Return the choices of the mesh axes in an order that is the same for every permutation of equal axes.
-
-        Axes are equal if they have the same size and the same links. Strategies that differ only in the order of equal
-        axes cost the same, so they share one price.
-        """
+        """Order choices alike for every permutation of axes of equal size and links, which cost the same."""
         if not choices or not _has_equal_axes(self.mesh, self.cluster):
             return choices
         if choices not in self._choices:
@@ -177,11 +159,8 @@ class Prices:
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
         """Return the seconds to fill the padding of a call's local operands before the call.
 
-        Each padded factor of an operand reads and writes the operand's local piece once.
-
-        Args:
-            filled: pairs of an operand's index and the number of its padded factors.
-            inputs: the local operands.
+        `filled` has pairs of an operand's index and the number of its padded factors, each of which reads and writes
+        the operand's piece once.
         """
         sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
         return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)
@@ -210,15 +189,11 @@ _FEW_AXES = 2
 
 
 def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether strategies that differ by a permutation of axes of equal size share a price.
-
-    They do on meshes with more than `_FEW_AXES` axes on one node, where axes of equal size have equal links.
-    """
+    """Whether the mesh has many axes on one node, where axes of equal size have equal links."""
     return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
 
 
 def _equal_axes(mesh: Mesh) -> list[list[int]]:
-    """Return one list for each size of an axis in the mesh: the indices of the axes of this size."""
     return [[i for i, size in enumerate(mesh.shape) if size == each] for each in dict.fromkeys(mesh.shape)]
 
 

@@ -2,8 +2,8 @@
 
 * A call takes the seconds of `cost_models.operators` for its local operands and results.
 * A collective takes the seconds of `cost_models.collectives` on the links of its group.
-* A bucket also takes the seconds to copy its members into it. A member that is computed directly into the bucket takes
-  no copy (`fill_buckets`). A member that is split along a dim other than the first is copied once more.
+* A bucket also takes the seconds to copy its members into it, but for members that are computed directly into it
+  (`fill_buckets`). A member that is split along a dim other than the first is copied once more.
 * A call that exchanges rows with other ranks also takes the seconds for which it waits for the rows.
 * A step of a reshard reads its operand and writes its result once (`StepPrice`). The calls that emit the step
   (`autoshard.ir.emit`) are not priced one by one.
@@ -42,18 +42,14 @@ STRIDED_COPY = "aten.clone.default"
 
 @dataclass(frozen=True, slots=True)
 class NodePrices:
-    """Seconds of the nodes of lowered programs on one cluster and mesh, cached so that equal calls are priced once."""
+    """Seconds of lowered programs' nodes on one rank, cached so that equal calls are priced once."""
 
     cluster: Cluster
     mesh: Mesh
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Return the seconds of communication at a node.
-
-        A collective takes its own time. A call that exchanges rows takes the time for which it waits for them. Other
-        nodes take 0.
-        """
+        """Return the seconds of a collective, or of a call's wait for exchanged rows; 0 for other nodes."""
         if exchanges(node):
             links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
             computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)

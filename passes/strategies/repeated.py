@@ -65,12 +65,7 @@ BEFORE_GAP, AFTER_GAP = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """Four sites that correspond to each other.
-
-    Args:
-        names: name of the site in each of the four units.
-        left_out: number of units between the second and the third that the program leaves out.
-    """
+    """The sites of one place in the four units, by name, and the number of units that the program leaves out."""
 
     names: tuple[str, str, str, str]
     left_out: int
@@ -78,12 +73,7 @@ class AlikeSites:
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """Four links that correspond to each other, one into each of the four units.
-
-    Args:
-        stand_in: index in `SearchSpace.links` of the link that stands for the links of the left-out units too.
-        left_out: number of units that the program leaves out.
-    """
+    """Four links that correspond, one into each unit: index of the link that stands for `left_out` units too."""
 
     stand_in: int
     left_out: int
@@ -97,8 +87,8 @@ class RepeatedUnits:
         sites: the sites of the four units of each repeat, one entry for each place.
         links: the links into these sites, one entry for the four links that correspond to each other.
         spots: position of each site of a repeated unit, by the site's name.
-        starts: dict from a pair (`Spot.repeat`, `Spot.place`) to the name of a site. The sites at this place in a and
-            b lie in two neighbouring runs. The named site is the first site of the later run.
+        starts: (`Spot.repeat`, `Spot.place`) to a site. The sites of a and b at this place lie in two neighbouring
+            runs; the site is the first of the later run.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -107,17 +97,11 @@ class RepeatedUnits:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Return a dict from the name of a site to the number of sites of the whole model that it stands for.
-
-        A site that is not in the dict stands for itself alone.
-        """
+        """Return how many sites of the whole model a site stands for, by name; absent sites stand for themselves."""
         return {alike.names[AFTER_GAP]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Return a dict from the index of a link to the number of links of the whole model that it stands for.
-
-        A link that is not in the dict stands for itself alone.
-        """
+        """Return how many links of the whole model a link stands for, by index; absent links stand for themselves."""
         return {alike.stand_in: 1 + alike.left_out for alike in self.links}
 
 
@@ -129,8 +113,7 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
 
     Args:
         space: the search space. If its program has all blocks of the model, the result is empty.
-        paths: dict from the name of a site to the module path that tells its unit. None: the path of the module that
-            issued the site.
+        paths: the module path that tells each site's unit, by name. None: the path of the module that issued the site.
 
     Raises:
         NotAlikeError: the four units of a repeat are not alike.
@@ -155,12 +138,11 @@ def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) ->
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
     """Return a copy of `paths` in which recomputed sites belong to the unit in which they run.
 
-    Each recomputed site belongs to the unit of the next site in the program that is not recomputed. For example, a
-    value may be recomputed in the backward of the next block. The site then gets the path of the same module in the
-    next block. The path is "" if the next site is in no repeated block.
+    This is the unit of the next site in the program that is not recomputed. For example, if a value is recomputed in
+    the backward of the next block, its site gets the path of the same module there. The path is "" if the next site is
+    in no repeated block.
 
     Args:
-        space: the search space.
         paths: module path by the name of each site.
         again: names of the recomputed sites.
     """
@@ -175,10 +157,7 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
 
 
 def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
-    """Return a copy of `representatives` in which the four sites of each place share one representative.
-
-    `representatives` is a dict from each site to the site whose strategy it takes (`fold_blocks`).
-    """
+    """Return `representatives` (`fold_blocks`) with one representative for the four sites of each place."""
     merged: dict[str, str] = {}
 
     def last(name: str) -> str:
@@ -205,9 +184,7 @@ class _Units:
     """The four units of one repeat. The constructor checks that they are alike.
 
     Args:
-        space: the search space.
         number: index of the repeat in `Program.repeats`.
-        repeat: the repeat.
         paths: module path by the name of each site.
         columns: for each unit, the names of its sites in program order.
         spots: position of each site of the units, by name.
@@ -235,7 +212,6 @@ class _Units:
             self._check_links(names)
 
     def _columns(self) -> Iterator[list[str]]:
-        """Yield, for each of the four units, the names of its sites in program order."""
         columns: list[list[str]] = [[] for _ in self.repeat.units]
         forms: list[list[object]] = [[] for _ in self.repeat.units]
         for name, site in self.space.sites.items():
@@ -269,7 +245,6 @@ class _Units:
             raise NotAlikeError(f"{', '.join(names)} of alike blocks do not read alike values")
 
     def sites(self) -> list[AlikeSites]:
-        """Return the four sites of each place, in the order of the places."""
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
@@ -282,15 +257,9 @@ class _Units:
                 yield AlikeLinks(indices[stand_in], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], str]]:
-        """Yield a pair for each run of unit a or b that directly follows the same run of the other unit.
+        """Yield the places of each run of a or b that directly follows the other's, and the later run's first site.
 
-        The pair has the places of the run's sites, and the name of the first of these sites in the later unit.
-
-        Args:
-            order: index of each site in the program.
-
-        Raises:
-            NotAlikeError: a run of one unit does not follow the same run of the other unit.
+        `order` has the index of each site in the program. `NotAlikeError`: a run has no counterpart beside it.
         """
         names = [
             name
@@ -318,13 +287,8 @@ class _Units:
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
     """Whether a site of an outer unit (n or m) reads from sources that correspond to those of the same site in a or b.
 
-    A source of the inner site that is `step` units away is not compared. For the outer site it would lie outside of the
-    four units.
-
-    Args:
-        outer: the links into the outer site.
-        inner: the links into the inner site.
-        step: -1 for the units n and a, 1 for m and b.
+    A source of the inner site that is `step` units away (-1 for n and a, 1 for m and b) is not compared. For the outer
+    site it would lie outside of the four units.
     """
     if len(outer) != len(inner):
         return False

@@ -27,15 +27,15 @@ def bytes_in(value: Any) -> int:
 
 
 def tensor_info(value: Tensor) -> TensorInfo:
-    """Return the description of one tensor."""
+    """Return shape, bytes per element and dtype of one tensor, as the cost models take them."""
     return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))
 
 
 def operand_infos(node: fx.Node) -> list[TensorInfo]:
-    """Return the descriptions of a call's tensor operands, in order."""
+    """Return shape, bytes per element and dtype of each of a call's tensor operands, in order."""
     return [tensor_info(operand.meta["val"]) for operand in operands_of(node)]
 
 
 def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """Return the descriptions of a call's tensor operands, and of its tensor results, each in order."""
+    """Return shape, bytes per element and dtype of a call's tensor operands, and of its tensor results, in order."""
     return operand_infos(node), list(map(tensor_info, tensors_in(node.meta.get("val"))))

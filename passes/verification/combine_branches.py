@@ -91,11 +91,7 @@ def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> b
 
 
 def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:
-    """Whether a call can be computed for the whole batch.
-
-    Its literals must not depend on the batch size. The exception is a comparison of a sum over the batch with a number
-    that grows with the batch.
-    """
+    """Whether a call has no literal that grows with the batch, or compares a sum over the batch with one that does."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     ours, theirs = _numbers(node), _numbers(twins[node])

@@ -36,7 +36,7 @@ from passes.preparation.number_values import Numbering, draws_numbers, number_gr
 from passes.verification.local_forms import LocalForms, Numbers, StrategyForm, without_single_axes
 
 Holders = dict[PartitionSpec, set[int]]
-"""For one traced value: by spec, the value numbers of the local values that hold it under this spec."""
+"""Local values that hold a traced value, as value numbers, by the spec under which they hold it."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,6 @@ class Derivation:
 
     Args:
         program: the traced program, in the form that was lowered.
-        lowered: the lowered program.
         forms: the local forms on the mesh of the lowered program.
         traced: the value numbers of the traced program.
         local: the value numbers of the lowered program.
@@ -112,10 +111,7 @@ class Derivation:
             self._hold(number, PartitionSpec(), frozenset({local}))
 
     def _hold(self, number: int, spec: PartitionSpec, found: Numbers) -> None:
-        """Record that the local values `found` hold traced value `number` under `spec`.
-
-        Then derive the local values that hold the traced value under further specs, by reshards of the lowered program.
-        """
+        """Record that the local values `found` hold traced value `number` under `spec`, and derive their reshards."""
         self.covered |= found
         known = self.holders[number].setdefault(spec, set())
         fresh = found - known
@@ -133,10 +129,7 @@ class Derivation:
     # Calls.
 
     def _derive_call(self, number: int, node: fx.Node) -> None:
-        """Look up the local forms of a traced call in the lowered program, and record the held results.
-
-        The forms are those of all strategies under whose specs the operands are held.
-        """
+        """Record a traced call's results under each strategy whose operands are held and whose calls are made."""
         found: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), found.append)  # repeated where a value is used twice
         holders = [self.holders[self.traced.numbers[operand]] for operand in found]
@@ -149,10 +142,7 @@ class Derivation:
             self.unruled.setdefault(str(node.target), node)
 
     def _derive_strategy(self, number: int, node: fx.Node, strategy: StrategyForm, holders: list[Holders]) -> bool:
-        """Record the held results if the lowered program makes the calls of `strategy`; return whether it makes them.
-
-        For each operand of the traced call, `holders` has the local values that hold the operand, by spec.
-        """
+        """Record the held results if the lowered program makes the calls of `strategy`; return whether it does."""
         held = [frozenset(specs[spec]) for specs, spec in zip(holders, strategy.inputs, strict=True)]
         draw = self.traced.draw_of(number) if draws_numbers(node.target) else 0
         values = strategy.form.find(self.local, held, draw)

@@ -4,8 +4,7 @@ Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(a
 collective reduces elements at equal indices. So each part of its result equals the collective of `a` or `b` alone. For
 a reduce-scatter, values are joined side by side in one row for each rank. An all-gather returns such rows.
 
-A bucket of another form, or with other readers, is not expanded. The comparison then fails, because it matches no call
-of the graph without buckets.
+A bucket of another form, or with other readers, is not expanded. The comparison then fails.
 """
 
 from __future__ import annotations
@@ -27,19 +26,12 @@ from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten
 _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default
-"""Operators that split a bucket's result. The first makes views; the second copies values out of gathered rows."""
+"""Operators that split a bucket's result: by views, or by copies out of gathered rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedCollective:
-    """A bucket: one collective of several joined values.
-
-    Args:
-        started: the node that starts the collective.
-        values: the joined values.
-        shapes: for each value, the shape of its collective's result.
-        inner: the nodes between the values and the call that splits the result, which the expansion removes.
-    """
+    """A bucket of `values`: its collective, their results' shapes, and the nodes between, for removal."""
 
     started: Any
     values: Sequence[fx.Node]
@@ -112,8 +104,8 @@ def _operand(node: Any, target: OpOverload) -> Any:
 def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
     """Return the flattened values that `packed` joins, or None if it is no bucket's `cat` of values of one dtype.
 
-    `rows` has the number of ranks for a reduce-scatter, in which each value has one row for each rank. It is empty for
-    other collectives.
+    `rows` has the number of ranks for a reduce-scatter, in which each value has one row for each rank; else it is
+    empty.
     """
     if packed.target is not _aten.cat.default or packed.args[1:] != _dims(rows) or packed.kwargs:
         return None
@@ -127,15 +119,7 @@ def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
 
 @dataclass(slots=True)
 class _Expanding:
-    """Builds the copy of a graph with single collectives in place of buckets.
-
-    Args:
-        graph: the graph.
-        buckets: each bucket, by the node that splits its result.
-        made: the copy.
-        copies: node of the copy by node of the graph.
-        parts: for each node that selects a part of a bucket's result, the joined value that the part belongs to.
-    """
+    """Builds the copy of a graph without buckets; `parts` has the joined value behind each part of a result."""
 
     graph: fx.Graph
     buckets: Mapping[fx.Node, _PackedCollective]
@@ -144,7 +128,6 @@ class _Expanding:
     parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the copy as a graph module with the constants of `graph_module`."""
         inner = frozenset().union(*(bucket.inner for bucket in self.buckets.values())) | self.buckets.keys()
         for node in self.graph.nodes:
             self._check(node)

@@ -3,7 +3,7 @@
 A sharding rule and a reshard step are each defined by the calls that they emit into a graph
 (`autoshard.rules.emit_local`, `autoshard.ir.emit`). The emitted calls depend only on the operator, its literals, the
 shapes and dtypes of its operands, and the strategy. So each definition is emitted once, and stored as a `LocalForm`.
-Equal blocks of a model are proven with the same forms. The verifier needs no second description of any definition.
+Equal blocks of a model are proven with the same forms.
 
 A form numbers its operands first, and then its calls. Such a number is a *place*. The calls of a form name their
 operands by places.
@@ -35,7 +35,7 @@ from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
-"""A set of value numbers of local values. Any of these values may serve as the same operand."""
+"""Value numbers of local values, any of which may serve as the same operand."""
 
 Held = tuple[frozenset[PartitionSpec], ...]
 """For each operand of a traced call, the specs under which local values hold it."""
@@ -50,10 +50,7 @@ _OPENINGS = {
     ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
     ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
 }
-"""The operators with which the emitted calls of each kind of reshard step may begin.
-
-A step is looked up only if one of these operators reads the value.
-"""
+"""Operators with which a reshard step of each kind may begin; only then is it looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,7 @@ class FormCall:
 
 @dataclass(frozen=True, slots=True)
 class LocalForm:
-    """The calls that a definition emits.
-
-    Args:
-        calls: the calls, in order.
-        results: for each result its place, or the call that selects the result from a tuple.
-    """
+    """The calls that a definition emits, and each result's place, or the call that selects it from a tuple."""
 
     calls: Sequence[FormCall]
     results: Sequence[int | FormCall]
@@ -120,10 +112,9 @@ class LocalForm:
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """A stand-in for the fx node of a proxy of `_Recording`; it has the proxy's place as `index`.
+    """Stands in for the fx node of a proxy of `_Recording`; `index` is the proxy's place.
 
-    Emitters compute a new node's fake value from the node's `args` and `meta`. A stand-in has neither operands nor
-    metadata, so emitters compute no fake value.
+    Emitters compute fake values from a node's `args` and `meta`. A stand-in has neither, so they compute none.
     """
 
     index: int
@@ -132,7 +123,7 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """A tracer that records the calls of a definition as `FormCall`s, instead of adding nodes to a graph."""
+    """Records the calls of a definition as `FormCall`s, instead of adding nodes to a graph."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()
@@ -142,7 +133,6 @@ class _Recording(TracerBase):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Proxy:
-        """Record a call, and return a proxy that stands for its result."""
         key = call_key(kind, target, args, kwargs, place_of)
         self.calls.append(FormCall(key, tuple(operands_of(key)), draws_numbers(target)))
         return self._proxy(len(self.operands) + len(self.calls) - 1)
@@ -152,7 +142,7 @@ class _Recording(TracerBase):
 
 
 def place_of(value: Proxy | fx.Node) -> int:
-    """Return the place that a proxy of a recording, or the node of such a proxy, stands for."""
+    """Return the place that a proxy of a recording, or the node of this proxy, stands for."""
     found = value.node if isinstance(value, Proxy) else value
     assert isinstance(found, _ProxyMeaning), "only proxies of a recording are passed to definitions"
     return found.index
@@ -160,13 +150,7 @@ def place_of(value: Proxy | fx.Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StrategyForm:
-    """A strategy of a traced call on local values: its specs, and its local form.
-
-    Args:
-        inputs: specs of the operands, without axes of size one.
-        outputs: specs of the results, without axes of size one.
-        form: the local calls that compute the results from the operands.
-    """
+    """A strategy of a traced call: specs of operands and results, without axes of size one, and its local calls."""
 
     inputs: Sequence[PartitionSpec]
     outputs: Sequence[PartitionSpec]
@@ -175,14 +159,9 @@ class StrategyForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """Finds the strategies of a traced call, with their local forms. All equal calls share one object.
+    """The strategies of a traced call, with the local forms that `emit_local` emits; equal calls share one object.
 
-    Each strategy of the call gives one `StrategyForm`, with the local form that `emit_local` emits for the strategy.
-
-    Args:
-        node: one of the equal calls.
-        rule: the bound rule of the calls; None if the operator has no rule.
-        mesh: the mesh.
+    `rule` is the bound rule of the calls; None if the operator has no rule.
     """
 
     node: fx.Node
@@ -191,7 +170,7 @@ class CallForms:
     _by_held: dict[Held, Sequence[StrategyForm]] = field(default_factory=dict)
 
     def of_held(self, held: Held) -> Sequence[StrategyForm]:
-        """Return a `StrategyForm` for each strategy whose operands are held: the spec of each operand is in `held`."""
+        """Return the strategies under which each operand's spec is in `held`, with their local forms."""
         if held not in self._by_held:
             self._by_held[held] = list(self._find(held))
         return self._by_held[held]
@@ -227,11 +206,7 @@ class CallForms:
 
 @dataclass(frozen=True, slots=True)
 class LocalForms:
-    """A cache of the local forms of calls and reshards on a mesh, which several programs may share.
-
-    Args:
-        mesh: the mesh.
-    """
+    """A cache of the local forms of calls and reshards on a mesh, which several programs may share."""
 
     mesh: Mesh
     _calls: dict[Key, CallForms] = field(default_factory=dict)
@@ -239,7 +214,7 @@ class LocalForms:
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
-        """Return the `CallForms` of a traced call.
+        """Return the strategies of a traced call with their local forms.
 
         Calls with equal operators, literals, and shapes, strides and dtypes of operands share one object. The facts of
         `ranges` about the operands (finite, not zero) must be equal too.
@@ -257,7 +232,6 @@ class LocalForms:
 
         Args:
             value: the fake value, with global shape.
-            spec: the spec of the value.
             readers: operators that read the local values that hold the value. Only steps that may begin with one of
                 these operators are yielded.
         """

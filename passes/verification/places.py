@@ -32,13 +32,10 @@ def _is_beside(state: State, dim: int) -> bool:
 
 
 def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> State | None:
-    """Return the state of the result of a call that reads or writes each sample at its own index.
+    """Return the state of the result of a call of `READS_AT` or `WRITES_AT` that touches each sample at its own index.
 
-    The result is None for a call that may read or write other samples.
-
-    Args:
-        node: a call of `READS_AT` or `WRITES_AT`.
-        states: for each node, the state of each of its results.
+    The result is None for a call that may read or write other samples. `states` has the state of each result of each
+    node.
     """
     source, indices = node.args[:2]
     assert isinstance(source, fx.Node)

@@ -10,8 +10,8 @@ write gives the written node a new number, and makes all other nodes at its plac
 * only the intended inputs are written.
 
 Tests of kernels show that an in-place operator computes the results of the functional operator. Placeholders
-(parameters, state and values of one program) are assumed not to alias each other. Before the walk, joined updates of
-parameters are expanded (`expand_buckets`), and filled buckets of gradients become a `cat` again (`pack_buckets`).
+(parameters, state and values of one program) are assumed not to alias each other. Before the walk, joined updates are
+expanded (`expand_buckets`), and filled buckets of gradients become a `cat` again (`pack_buckets`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
     """Prove that `after` returns the results of the functional graph `before`, some of them written over inputs.
 
     Args:
-        before: the functional graph.
-        after: the graph that writes.
         written: for each result that is written over an input, the index of the input's placeholder, by the index of
             the result.
 
@@ -61,13 +59,9 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
 
 @dataclass(slots=True)
 class _WrittenMemory:
-    """The content of memory while the graph that writes is walked.
-
-    A place in memory is named by the node that first had a value there.
+    """The content of memory during the walk. A place is named by the node that first had a value there.
 
     Args:
-        before: the functional graph.
-        after: the graph that writes.
         written: index of the overwritten placeholder, by index of the result.
         numbering: the value numbers of the functional graph. A plain clone has the number of its operand.
         content: value number of each walked node.
@@ -89,7 +83,6 @@ class _WrittenMemory:
     sent: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Walk the graph that writes, and raise `VerificationError` if a check fails."""
         expected = self._number_functional()
         known = len(self.numbering.nodes)
         self.numbering.restart_draws()
@@ -205,7 +198,6 @@ class _WrittenMemory:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a plain `clone`, without a memory format."""
     return node.target is _aten.clone.default and not node.kwargs
 
 

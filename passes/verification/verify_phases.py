@@ -82,13 +82,7 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]) -> list[int]:
-    """Return the value numbers of the hoisted phase's results, and check that all micro-batches share them.
-
-    Args:
-        phased: the phases.
-        joint: the value numbers of the joint program.
-        inputs: value number of each input of the joint program.
-    """
+    """Return the value numbers of the hoisted phase's results, and check that all micro-batches share them."""
     written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
     for index in phased.hoisted_inputs:
         slot = phased.lowered.inputs[index].slot
@@ -108,10 +102,7 @@ def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph of a phase with the rewrites of lowering undone, as the module's docstring lists them.
-
-    Triton is imported only if the graph has kernels.
-    """
+    """Return the graph of a phase with lowering's rewrites undone; triton is imported only for graphs with kernels."""
     check_computed(graph_module.graph)
     graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))
     graph_module = _without_purposes(expand_biases(graph_module))
@@ -123,15 +114,12 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph in which each communicator is named by its mesh axes alone, without its purpose."""
+    """Name each communicator by its mesh axes alone, without its purpose."""
     return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
 
 
 def _check_parts(phased: PhasedProgram) -> None:
-    """Check that each input and output of the joint program belongs to the phase of its kind.
-
-    For example, tangents must be inputs of the backward, and gradients outputs of the backward.
-    """
+    """Check that each input and output of the joint program is in its kind's phase, as tangents in the backward."""
     takes = [slot.slot.kind for slot in phased.lowered.inputs]
     gives = [slot.slot.kind for slot in phased.lowered.outputs]
     others = (*_FORWARD_RESULTS, *_UPDATE_RESULTS)
@@ -150,10 +138,7 @@ def _check_parts(phased: PhasedProgram) -> None:
 
 
 def _check_host(phased: PhasedProgram) -> None:
-    """Check that only fetches read values on the host.
-
-    The forward may save values on the host for the backward. No other result of a phase may be on the host.
-    """
+    """Check that only fetches read values on the host, and that phases return none but the forward's saved values."""
     results, count = _results(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
@@ -165,14 +150,7 @@ def _check_host(phased: PhasedProgram) -> None:
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
-    """Return the value numbers of a phase's results, and check that each call is a call of the joint program.
-
-    Args:
-        joint: the value numbers of the joint program; the nodes of the phase are added.
-        graph_module: the phase.
-        inputs: value number of each placeholder of the phase.
-        phase: name of the phase, for messages.
-    """
+    """Return the value numbers of a phase's results, and check that each call is a call of the joint program."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise VerificationError(
@@ -202,14 +180,7 @@ def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: S
 
 
 def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
-    """Check that the values that one phase hands to the next are the joint nodes of the listed names, in order.
-
-    Args:
-        names: value number of each joint node, by name.
-        kept: the listed names (`PhasedProgram.saved` or `carried`).
-        found: value numbers of the handed values.
-        phase: name of the phase, for the message.
-    """
+    """Check that the values handed to the next phase are the joint nodes named in `kept`, in order."""
     if [names.get(name) for name in kept] != list(found):
         raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 

@@ -1,8 +1,8 @@
 """Verifies that the prepared form of a program computes the results of the traced program.
 
-Both graphs get value numbers in one table (`passes.preparation.number_values`). Nodes with equal numbers compute equal
-values. A fan-out has the number of its operand. `addmm(bias, a, b)` has the number of `mm(a, b) + bias`. The tanh form
-of gelu has the number of its written-out calls. The results of both programs must have equal numbers.
+Both graphs get value numbers in one table (`passes.preparation.number_values`), and their results must have equal
+numbers. A fan-out has the number of its operand. `addmm(bias, a, b)` has the number of `mm(a, b) + bias`. The tanh form
+of gelu has the number of its written-out calls.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
 
 
 def _add_split(numbering: Numbering, node: fx.Node) -> None:
-    """Give a call `addmm(bias, left, right)` the value number of `mm(left, right) + bias`."""
     kind, _, (word, bias, left, right), keywords = numbering.structure(node)
     product = numbering.add(node, (kind, _aten.mm.default, (word, left, right), keywords))
     numbering.add(node, (kind, _aten.add.Tensor, (word, (OPERAND, product), bias), keywords))

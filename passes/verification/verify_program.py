@@ -46,7 +46,6 @@ def verify_program(
 
     Args:
         program: the traced program in the form that was lowered: canonical, with fan-outs.
-        lowered: the lowered program.
         carried: names of the values of `lowered` that are added up over micro-batches before the update reads them.
         forms: a cache of local forms on the mesh, to share between programs. None: a new cache.
 
@@ -78,10 +77,7 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """Check that a lowered program has the traced program's slots, one for each input and result of its graph.
-
-    The shapes, dtypes and specs of the slots are checked too.
-    """
+    """Check that both programs have the same slots, shapes and dtypes, and that each slot has an input or result."""
     local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]
     results = _results(local[-1])
@@ -124,7 +120,6 @@ def _check_owners(lowered: LoweredProgram) -> None:
 
 
 def _check_nodes(derivation: Derivation) -> None:
-    """Check that every node of the lowered program is part of a proof."""
     for node in derivation.lowered.graph_module.graph.nodes:
         if node.op != "output" and derivation.local.numbers[node] not in derivation.covered:
             raise VerificationError(_unproven_text(derivation, node))
@@ -147,10 +142,9 @@ def _check_results(derivation: Derivation) -> None:
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """Check the values that are added up over micro-batches.
+    """Check that the traced update reads each carried value from the backward, whole or as addends of a sum.
 
-    Each must be a value that the traced update reads from the backward, whole or as addends of a sum. The sum over
-    micro-batches is then the value for the whole batch.
+    The sum over micro-batches is then the value for the whole batch.
     """
     nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
     unknown = [name for name in carried if name not in nodes]
@@ -168,7 +162,6 @@ def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
 
 
 def _read_by_update(derivation: Derivation) -> set[int]:
-    """Return the value numbers of the backward's traced values that the traced update reads."""
     return {
         derivation.traced.numbers[operand]
         for node in derivation.program.graph.nodes
@@ -206,7 +199,7 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
-    """Return a dict from the name of each operator that is neither PyTorch's nor ours to its first traced call."""
+    """Return the first traced call of each operator that is neither PyTorch's nor ours, by the operator's name."""
     found: dict[str, fx.Node] = {}
     for node in derivation.traced.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
@@ -215,10 +208,7 @@ def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
 
 
 def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
-    """Return the part of a message that says who wrote the sharding rule of a user's operator.
-
-    The text is empty if nobody wrote a rule, or if the rule was inferred.
-    """
+    """Return the words on who wrote a user operator's sharding rule; "" if it was inferred, or there is none."""
     author = author_of_rule(node.target)
     if author is None or str(node.target) in inferred:
         return ""
@@ -269,7 +259,6 @@ def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
 
 
 def _first_underived(derivation: Derivation) -> fx.Node | None:
-    """Return the first traced node whose results no local value holds; None if there is no such node."""
     for number, node in enumerate(derivation.traced.nodes):
         selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
         if not any(derivation.holders[held] for held in (number, *selections)):

@@ -99,7 +99,6 @@ def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
 
 
 def _check_transfers(order: PipelineOrder, *, trains: bool) -> None:
-    """Check that every message between two ranks has one send and one receive."""
     tasks = [task for slots in order.ranks for slot in slots for task in slot if task.work.is_transfer]
     sent = Counter(task.message for task in tasks if task.work.is_send)
     received = Counter(task.message for task in tasks if not task.work.is_send)
@@ -129,7 +128,6 @@ class _ScheduleRun:
     """The simulation of a step.
 
     Args:
-        order: the tasks of each rank.
         places: for each rank, the index of its next slot.
         issued: for each rank, the transfers under way, as a queue of slots.
         messages: for each rank, the messages that it has made or received.
@@ -148,11 +146,7 @@ class _ScheduleRun:
         self.messages = [set() for _ in self.order.ranks]
 
     def to_the_end(self) -> None:
-        """Run all ranks, and transfer messages whose both ends are ready, until nothing moves.
-
-        Raises:
-            VerificationError: some rank has not reached the end of its order.
-        """
+        """Run all ranks, and transfer messages with both ends ready, until nothing moves; all must be done then."""
         ranks = range(len(self.order.ranks))
         pairs = [(rank, other) for rank in ranks for other in ranks if rank != other]
         while sum(map(self._run_next, ranks)) + sum(self._transfer(*pair) for pair in pairs):
@@ -177,11 +171,7 @@ class _ScheduleRun:
         return True
 
     def _can_run(self, rank: int, task: StageTask) -> bool:
-        """Whether the operands of a task are on the rank. A send never waits for its message.
-
-        Raises:
-            VerificationError: the task sends a message that the rank has not made.
-        """
+        """Whether the operands of a task are on the rank; a send of a message that is not made yet is an error."""
         stage, number = task.stage, task.micro_batch
         match task.work:
             case Work.FORWARD:
@@ -213,10 +203,7 @@ class _ScheduleRun:
         return True
 
     def _next(self, rank: int, other: int, *, is_send: bool) -> StageTask | None:
-        """Return the first send to `other`, or receive from it, in the oldest slot of transfers that `rank` has issued.
-
-        The result is None if this slot has no such transfer.
-        """
+        """Return the first transfer of `rank`'s oldest issued slot that is a send to `other`, or a receive from it."""
         slot = self.issued[rank][0] if self.issued[rank] else ()
         fitting = (task for task in slot if task.work.is_send is is_send and self._other_end(task) == other)
         return next(fitting, None)

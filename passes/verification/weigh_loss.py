@@ -46,10 +46,7 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
     """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
 
-    Args:
-        program: the program of one micro-batch.
-        trace: function that traces a request.
-        request: the traced call, with the inputs of one micro-batch.
+    `program` and `request` are of one micro-batch.
     """
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
@@ -89,10 +86,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return the graphs that compute the guards' results for a batch from its parts (`combine_branches`).
-
-    The result is None if the model does not branch, or if the parts do not determine the results.
-    """
+    """Return `combine_branches` of the model's guards; None without branches, or if the parts do not determine them."""
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -107,7 +101,7 @@ def _branches(part: Program, pair: Program) -> Branches | None:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Whether a call only copies. Copies are not compared, because it depends on sizes whether a copy is needed."""
+    """Copies are not compared, because it depends on sizes whether a copy is needed."""
     return node.target is aten.clone.default
 
 
@@ -126,7 +120,6 @@ def _loss_of(program: Program) -> fx.Node | None:
 
 
 def _named(node: fx.Node | None) -> str:
-    """Return a text with a node's name, operator and source line; "nothing" for None."""
     if node is None:
         return "nothing"
     return f"node {node.name!r} ({node.target}, {node.meta.get('source') or 'an unknown line'})"
@@ -171,7 +164,6 @@ class _LossWalk:
                 self.states[node] = self._call(node)
 
     def result(self, loss: fx.Node) -> LossWeights:
-        """Return the weights that follow from the state of the loss."""
         (state,) = self.states[loss]
         if isinstance(state, Mixed):
             return _refused(f"{_named(state.node)} {state.why}")
@@ -252,10 +244,7 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """Return the state of a call that reshapes indices of samples, or reads or writes each sample at its own index.
-
-        The result is None for any other call on such indices.
-        """
+        """Return the state of a call on sample indices that reshapes them or stays at each sample's own; else None."""
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
         rule = rule_of(self.twins[node])
@@ -266,7 +255,6 @@ class _LossWalk:
         return BatchIndices(moved.dim, place.size) if isinstance(moved, SlicedDim) else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
-        """Whether a call reads the seed, to draw random numbers."""
         seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
@@ -382,7 +370,6 @@ class _LossWalk:
         return Count(of_part, of_whole, tuple(exponents), names)
 
     def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the sums over the batch from which a count is computed."""
         if isinstance(self.states[node][0], Sum):
             yield node
         elif isinstance(self.states[node][0], OfInputs):
@@ -396,10 +383,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the rule's factor along which operands with the state `SlicedDim` are split (the first of their dim).
-
-    The result is None if the factors of two operands differ, or if an operand with another state has the factor too.
-    """
+    """Return the factor along which `SlicedDim` operands are split; None if it differs, or other operands have it."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -453,7 +437,6 @@ def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a graph that computes the values `results` from the values `inputs`."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node in _until(inputs, results):

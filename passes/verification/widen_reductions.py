@@ -25,8 +25,7 @@ def widen_reductions(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph with float32 reductions of gradients; the graph itself if none is in 16 bits.
 
     Raises:
-        VerificationError: a reduction in 16 bits does not have the expected form. Its operand must be rounded from
-            float32, and its result must be converted back to float32.
+        VerificationError: a reduction in 16 bits is not of a value rounded from float32, or is not converted back.
     """
     starts = [node for node in graph_module.graph.nodes if _is_narrow(node)]
     if not starts:

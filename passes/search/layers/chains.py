@@ -25,7 +25,6 @@ class Chains:
     """The chains of fused calls of a program.
 
     Args:
-        folded: the program.
         working: names of the calls that run a kernel.
         varying: names of the values that depend on inputs or parameters.
         fused: whether calls are fused; otherwise each call is a chain of its own.
@@ -45,7 +44,7 @@ class Chains:
         self.last = self._chains() if fused else {}
 
     def chain_of(self, call: fx.Node) -> str:
-        """Return the name of the last call of the chain that has `call`."""
+        """Return the name of the last call of the chain that has `call`, which names the chain."""
         return self.last.get(call.name, call.name)
 
     def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
@@ -56,11 +55,10 @@ class Chains:
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Return the values that a chain reads from memory, each as a call of the chain and the index of the call's
-        operand.
+        """Return the values that a chain reads from memory, as (call of the chain, index of the call's operand).
 
-        The calls of `chain` are in one layer class. A chain of several calls reads each value once. A value that a
-        backward chain recomputes counts as an operand too.
+        A chain of several calls reads each value once. A value that a backward chain recomputes counts as an operand
+        too.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -73,8 +71,8 @@ class Chains:
     def _cheap_values(self) -> frozenset[str]:
         """Return the names of forward calls whose results the backward recomputes instead of reading them.
 
-        Such a call is pointwise, and its operands are saved anyway or constant. In the backward only memory-bound calls
-        read its result.
+        They are pointwise, their operands are saved anyway or constant, and only memory-bound calls of the backward
+        read them.
         """
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:
@@ -98,7 +96,6 @@ class Chains:
         return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
-        """Return a dict from the name of each call to the name of the last call of its chain."""
         order = [node for node in self.folded.single.graph.nodes if node.name in self.working]
         last = {node.name: node.name for node in order}
         for node in reversed(order):

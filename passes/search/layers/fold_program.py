@@ -1,5 +1,4 @@
-"""Fold a traced model to one block of each kind and the parts before and after the blocks, with sizes linear in the
-batch.
+"""Fold a traced model to one block of each kind and the parts around the blocks, with sizes linear in the batch.
 
 The model, shortened to a few blocks, is traced with two and with three sequences. Both traces must be the same program
 but for sizes, and the program of one sequence is extrapolated from them. Then every dim is
@@ -53,8 +52,7 @@ class FoldedProgram:
     lists: tuple[BlockList, ...] = ()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the qualified names of all parameters of the whole model that parameter `name` of the shortened model
-        stands for.
+        """Return the qualified names of parameters of the whole model that one of the shortened model stands for.
 
         Empty for a parameter of a block that another block stands for.
         """
@@ -121,16 +119,12 @@ def _named(node: fx.Node | None) -> str:
 
 
 def _size_before(two: Any, three: Any) -> Any:
-    """Return a call's argument for one sequence.
-
-    `two` and `three` are the argument for two and three sequences. An int is extrapolated from them. Any other argument
-    is the same for all numbers of sequences.
-    """
+    """Return a call's argument for one sequence, an int extrapolated from its values for two and three sequences."""
     return 2 * two - three if type(two) is int and type(three) is int else two
 
 
 def _value_before(node: fx.Node, two: Any, three: Any) -> Any:
-    """Return a node's value for one sequence, with the shape and strides extrapolated from two and three sequences."""
+    """Return a node's value for one sequence, with shape and strides extrapolated from two and three sequences."""
     if not isinstance(two, torch.Tensor):
         return _size_before(two, three)
     shape = [2 * first - second for first, second in zip(two.shape, three.shape, strict=False)]
@@ -160,10 +154,7 @@ def _kind_of(item: BlockList, index: int) -> tuple[int, bool]:
 
 
 def _places(lists: Sequence[BlockList]) -> dict[str, str]:
-    """Return the layer class of each block of the shortened model, by the block's path.
-
-    The class is "" for a block that is not the last of its kind.
-    """
+    """Return each block's layer class by the block's path; "" if the block is not the last of its kind."""
     places: dict[str, str] = {}
     for item in lists:
         for index in range(len(item.kept)):
@@ -204,10 +195,7 @@ def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
 
 
 def _inherited(node: fx.Node, blocks: Mapping[str, str | None]) -> str | None:
-    """Return the path of the block that a sum of gradients belongs to: the block of its last operand in a block.
-
-    The result is None for any other call, or if no operand is in a block.
-    """
+    """Return the block of a sum of gradients, that of its last operand in a block; None for any other call."""
     if node.meta["phase"] == "forward" or "add" not in str(node.target):
         return None
     known = [blocks[item.name] for item in node.all_input_nodes if blocks.get(item.name) is not None]
@@ -227,10 +215,7 @@ def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: s
 
 
 def _parameters(program: Program, places: Mapping[str, str], layer_of: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the placeholders of the parameters of each layer class.
-
-    A block has its own parameters. Each further parameter belongs to the class of its first reader.
-    """
+    """Return the parameters' placeholders by layer class: that of their block, or else of their first reader."""
     found: dict[str, list[str]] = {}
     nodes = program.nodes_by_name()
     for slot in program.inputs_of(InputKind.PARAMETER):

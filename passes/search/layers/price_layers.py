@@ -1,7 +1,7 @@
 """Price layer classes: seconds of computation by kind, bytes of every collective, bytes of memory.
 
-Computation is priced kernel by kernel with `cost_models`, as in planning. Seconds of products, of attention and of
-memory-bound kernels are kept apart, because communication overlaps with each in another way (`price_phases`).
+Kernels are priced with `cost_models`, as in planning. Seconds of products, of attention and of memory-bound kernels are
+kept apart, because communication overlaps with each in another way (`price_phases`).
 
 A search prices a model under thousands of layouts, which have most kernels in common. The time of a kernel depends only
 on the sizes of axes that split its tensors. So kernels are priced in groups that depend on the same axes.
@@ -33,15 +33,15 @@ from passes.search.layers.propagate_axis import MoveKind
 EXPERT = "expert"
 
 Sizes = Mapping[str, int]
-"""The number of ranks of each axis."""
+"""The number of ranks of each axis, by the axis' name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
     """Seconds of a device in kernels of each kind (products, attention, memory-bound), and the number of kernels.
 
-    Some products make parameters' gradients, and no other kernel waits for these products. `weight_gradient_s` is their
-    part of `matmul_s`, and `weight_gradient_kernels` is their number.
+    `weight_gradient_s` is the part of `matmul_s` in products that make parameters' gradients, which no other kernel
+    waits for. `weight_gradient_kernels` is the number of these products.
     """
 
     matmul_s: float = 0.0
@@ -57,7 +57,7 @@ class Busy:
 
     @property
     def total_s(self) -> float:
-        """Seconds of computation in all kernels."""
+        """Seconds of one device in all kernels, without communication."""
         return self.matmul_s + self.attention_s + self.memory_s
 
 
@@ -76,7 +76,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """The price of one layer in one phase, forward or backward.
+    """The price of one layer in one phase, forward or backward, for one micro-batch on one rank.
 
     Args:
         busy: all kernels of the phase.
@@ -103,7 +103,7 @@ class LayerPrice:
         parameters: elements on each rank, before ZeRO, of the parameters that all replicas hold.
         matrices: the number of these parameters that have two dims or more.
         expert_parameters: elements on each rank of the parameters that the expert axis splits.
-        phase: a function that prices the "forward" or the "backward".
+        phase: prices the "forward" or the "backward".
     """
 
     saved_bytes: int
@@ -117,21 +117,20 @@ class LayerPrice:
 
     @cached_property
     def forward(self) -> PhasePrice:
-        """Price of the forward."""
+        """Kernels and collectives of the layer's forward for one micro-batch on one rank."""
         return self.phase("forward")
 
     @cached_property
     def backward(self) -> PhasePrice:
-        """Price of the backward."""
+        """Kernels and collectives of the layer's backward for one micro-batch on one rank, without recomputation."""
         return self.phase("backward")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPricer:
-    """A pricer of kernels: the hardware and software that run them.
+    """The hardware and software that run kernels.
 
     Args:
-        device: the hardware.
         precision: the precision of products in blocks. Outside of blocks, "f8" counts as 16 bits.
         separate_experts: whether each expert's product is a kernel of its own.
     """
@@ -141,10 +140,7 @@ class KernelPricer:
     separate_experts: bool = False
 
     def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
-        """Return the time of a kernel for `batch` sequences on axes of these sizes.
-
-        `is_block` says whether the kernel is in a block. Only products in blocks run in 8 bits.
-        """
+        """Return one rank's time of a kernel for `batch` sequences; only products in blocks run in 8 bits."""
         # an exchange keeps the number of a rank's tokens; of weights a rank has its share
         alone = {**sizes, EXPERT: 1}
         inputs, outputs = (
@@ -188,11 +184,7 @@ class KernelPricer:
 
 
 def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
-    """Return the work of a kernel on one rank, if its experts are shared out over `ranks` ranks.
-
-    The rank has fewer experts, and computes each of them for the tokens of all ranks. `done` is the work without
-    sharing.
-    """
+    """Return one rank's work of a kernel with experts shared out: fewer experts, each for the tokens of all ranks."""
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
     shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
@@ -201,11 +193,9 @@ def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
 
 @dataclass(slots=True)
 class _KernelGroup:
-    """Kernels of a phase whose price depends on the same axes.
+    """Kernels of a phase whose price depends on the same axes, and on the micro-batch if it `varies`.
 
     Args:
-        axes: the axes.
-        varies: whether the price depends on the micro-batch.
         kernels: pairs of a kernel and three flags: whether it counts in the phase's `busy`, `core` and `tail`.
         prices: known sums over the kernels for `busy`, `core` and `tail`. The key is (is_block, micro-batch, sizes of
             the axes).
@@ -236,14 +226,7 @@ class _Held(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A layer class prepared for pricing.
-
-    Args:
-        groups: for each phase, its groups of kernels.
-        held: its values.
-        axes: the axes on whose sizes its price depends.
-        is_block: whether it is a class of blocks.
-    """
+    """A layer class prepared for pricing: each phase's kernels, its values, and the axes on which its price depends."""
 
     groups: Mapping[str, list[_KernelGroup]]
     held: _Held
@@ -270,10 +253,7 @@ class LayerPricer:
     _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
     def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
-        """Return the price of the layer class `key`, for `batch` sequences on axes of these sizes.
-
-        `layer` has the kernels, collectives and values of the class.
-        """
+        """Return the price of the layer class `layer`, known as `key`, for `batch` sequences on axes of these sizes."""
         if key not in self._parts:
             self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
         parts = self._parts[key]
@@ -325,11 +305,7 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """Return a collective for `batch` sequences.
-
-    `entering` is the bytes of the values that enter the layer class. On the expert axis, `copies` is the ratio of the
-    exchanged bytes to these bytes, and at least 1.
-    """
+    """Return a collective for `batch` sequences, with `copies` from the bytes that enter the layer class."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -360,15 +336,12 @@ def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
 
 
 def _whole(item: Sized) -> Sized:
-    """Return a value of tokens' rows as if the expert axis did not split it.
-
-    The ranks of this axis exchange rows, so that each rank has as many rows as without the axis.
-    """
+    """Return a value of tokens' rows without the expert axis, whose exchange keeps each rank's number of rows."""
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, as a dict by the field's name."""
+    """Return the fields of a `LayerPrice` that are bytes or numbers of parameters, by the field's name."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

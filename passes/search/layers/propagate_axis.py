@@ -1,5 +1,4 @@
-"""Propagate one mesh axis through a program, as an expert's recipe would: specs flow from fixed values to all other
-values.
+"""Propagate one mesh axis through a program as an expert would: specs flow from fixed values to all other values.
 
 The axes of a recipe are independent: each axis splits a value, or leaves it whole, whatever the other axes do. So each
 axis is propagated alone, on a mesh of its own. Calls are visited in program order, and each takes one of the strategies
@@ -75,8 +74,7 @@ class AxisLayout:
     """The split of a whole program by one axis.
 
     Args:
-        operands, results: for the name of each node, the specs of its operands and results. A placeholder has one
-            result.
+        operands, results: specs of each node's operands and results, by the node's name. A placeholder has one result.
         moves: the collectives, in program order.
     """
 
@@ -85,10 +83,7 @@ class AxisLayout:
     moves: tuple[AxisMove, ...]
 
     def dim_of(self, key: _Key) -> int | None:
-        """Return the dim of a value that the axis splits, or None.
-
-        The key is a node's name and the index of its result.
-        """
+        """Return the dim that the axis splits of a value (node's name, index of its result); None if it is whole."""
         return self.results[key[0]][key[1]].dim_of(AXIS)
 
 
@@ -97,14 +92,14 @@ class Policy:
     """The part of a recipe that says how an axis splits a program.
 
     Args:
-        inputs: for the placeholders of split inputs, their specs. All other inputs are whole.
+        inputs: the specs of split inputs, by placeholder. All other inputs are whole.
         splits_parameters: whether parameters that are not fixed may be split.
-        parameters: for the placeholders of fixed parameters, their specs.
+        parameters: the specs of fixed parameters, by placeholder.
         sequence: the layout of the context axis, or None. Partial results are scattered, and whole results sliced,
             along the dims that it splits. With None, activations outside of split products stay whole.
         exchanges: whether each rank has its own tokens, as on the expert axis. Then "whole" means all values of the
             rank's own tokens, and each move between whole and split activations is an all-to-all.
-        routed: for the names of calls that have only one strategy, this strategy, see `route_tokens`.
+        routed: the only strategy of some calls, by the call's name (`route_tokens`).
     """
 
     inputs: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -116,8 +111,7 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """Return the strategies of every call of a canonical program on one axis, but none with communication inside of a
-    call.
+    """Return the strategies of each call of a canonical program on one axis, without communication inside of calls.
 
     Ring attention and the exchange inside of experts have no price here. The expert axis gets its exchanges from
     `route_tokens.shared_layers`.
@@ -139,7 +133,7 @@ def _exchanges(target: object, inputs: Sequence[PartitionSpec]) -> bool:
 
 
 def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
-    """Return how an axis splits a program under a policy. `space` has the program and the strategies of its calls."""
+    """Return how an axis splits a program under a policy; `space` is from `axis_space`."""
     whole: set[str] = set()
     while True:
         attempt = _Propagation(space, policy, frozenset(whole))
@@ -152,7 +146,7 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
 
 
 class _SplitInVainError(Exception):
-    """The error that an activation must be gathered because `parameters` are split; these must stay whole."""
+    """An activation must be gathered because `parameters` are split; these must stay whole."""
 
     def __init__(self, parameters: frozenset[str]) -> None:
         super().__init__(*parameters)
@@ -164,7 +158,6 @@ class _Propagation:
     """One walk through the program. A key is a node's name and the index of a result.
 
     Args:
-        space, policy: see `propagate_axis`.
         whole: names of parameters that must not be split.
         operands, results, moves: the layout so far, see `AxisLayout`.
         state: the spec in which each value was made; None for a value that is still free.
@@ -193,11 +186,7 @@ class _Propagation:
     parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Walk through the program once, and fill in the layout.
-
-        Raises:
-            _SplitInVainError: some parameters should not have been split.
-        """
+        """Fill in the layout, or raise `_SplitInVainError` if some parameters should not have been split."""
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
         self.gradients = _gradient_owners(self.space, self.parameters)
@@ -225,11 +214,7 @@ class _Propagation:
         self.results[name] = (self.state[key] or WHOLE,)
 
     def _call(self, site: Site, read: list[_Key]) -> None:
-        """Choose the cheapest strategy of a call; record the strategy, and the collectives that bring its operands into
-        it.
-
-        `read` has the keys of the call's operands.
-        """
+        """Record the cheapest strategy of a call, and the collectives that its operands `read` need for it."""
         for index in range(len(site.results)):
             is_same = site.is_alias and read and self._size((site.name, index)) == self._size(read[0])
             self.base[site.name, index] = self.base[read[0]] if is_same else (site.name, index)
@@ -285,11 +270,7 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value, or None if the value is free.
-
-        The present spec is the spec in which the value was made. It is the reduced spec if the value was partial, and
-        a value in the same memory was reduced since.
-        """
+        """Return a value's spec as made, or as reduced since if it was partial; None if the value is free."""
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -299,7 +280,7 @@ class _Propagation:
         return WHOLE if dim is None else _split_at(dim)
 
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
-        """Return the cost of a strategy as a tuple. Tuples are compared item by item, and the smallest is best.
+        """Return the cost of a strategy, items by falling weight; infinity forbids the strategy.
 
         * Number of weights that become split; more are better. Vectors follow the other operands, and do not count.
         * Whether a parameter's gradient has other split dims than the parameter.
@@ -307,8 +288,6 @@ class _Propagation:
         * Bytes moved.
         * Number of whole values that the call cuts.
         * Number of split results; more are better, but not for lookups in a table.
-
-        A forbidden strategy costs infinity.
         """
         moved, cuts, free = 0.0, 0, 0
         for key, need in zip(read, strategy.inputs, strict=True):
@@ -363,17 +342,11 @@ class _Propagation:
         return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
-        """Whether a call may read its free operand split as `need`.
-
-        A table stays whole if its indices do not come from the program's inputs, such as a table of positions.
-        """
+        """Whether a call may read a free operand split as `need`; lookup tables need indices from inputs."""
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        """Return the bytes of changing a value's spec from `have` to `need` for a call.
-
-        A forbidden change costs infinity.
-        """
+        """Return the bytes of changing a value's spec from `have` to `need` for a call; infinity forbids the change."""
         if self._needs_no_move(key, have, need, site):
             return 0.0
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
@@ -402,11 +375,7 @@ class _Propagation:
         return float(math.prod(value.shape) * value.itemsize)
 
     def _bring(self, site: Site, key: _Key, need: PartitionSpec) -> None:
-        """Change the spec of an operand to `need`, and record the collective for it.
-
-        Raises:
-            _SplitInVainError: the operand would be gathered in the forward because of a parameter's split.
-        """
+        """Change the spec of an operand to `need`, unless a split parameter is to blame (`_SplitInVainError`)."""
         have = self._have(key)
         if have is None or self._is_new(key):
             self._settle(key, need)
@@ -430,9 +399,8 @@ class _Propagation:
     def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
         """Whether a call needs no collective for an operand.
 
-        No collective is needed if the operand has the right spec, is new (`_is_new`), or has a whole copy from this
-        phase. The same holds if the call reads only its shape. On the expert axis, a value that was exchanged in any
-        phase needs no second exchange.
+        The operand has the right spec, is new (`_is_new`), or has a whole copy from this phase, or the call reads only
+        its shape. On the expert axis, one exchange in any phase is enough.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):

@@ -1,7 +1,4 @@
-"""Follow values through a folded program: which call made a value, and which calls read it.
-
-Views are skipped, and so are layout copies that kernels do not need.
-"""
+"""Follow values through a folded program to their makers and readers, past views and copies that no kernel needs."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ def is_free(node: fx.Node) -> bool:
 def _is_copy(node: fx.Node) -> bool:
     """Whether a call is a layout copy that really runs.
 
-    A copy next to attention or a batched product does not run, because their kernels read strided tensors. Views
-    between the copy and these kernels do not matter.
+    A copy next to attention or a batched product, even through views, does not run, because their kernels read strided
+    tensors.
     """
     if node.target is not aten.clone.default:
         return False
@@ -65,7 +62,6 @@ def readers_of(node: fx.Node, index: int | None = None) -> list[fx.Node]:
 
 
 def _is_other(user: fx.Node, node: fx.Node, index: int) -> bool:
-    """Whether a user selects another result of a node than `index`."""
     return len(tensor_values(node)) > 1 and bool(user.args[1] != index)
 
 
@@ -85,10 +81,7 @@ def makers_of_outputs(folded: FoldedProgram) -> frozenset[str]:
 
 
 def attention_cores(folded: FoldedProgram) -> frozenset[str]:
-    """Return the names of the forward calls in the cores of attention.
-
-    A core is two batched products of activations and the calls between them: scores, softmax, dropout.
-    """
+    """Return the names of forward calls in attention's cores: two products of activations, and calls between."""
     nodes = [node for node in folded.single.graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if node.meta["phase"] == "forward"]
     products = [node for node in forward if node.target is aten.bmm.default and not _multiplies_weight(node)]
