@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 def why_not_biased_product(a: Tensor, b: Tensor, bias: Tensor) -> str | None:
-    """Return the reason that `biased_product` does not take these operands, or None."""
+    """Return the reason that `biased_product` cannot take these operands, or None if it can."""
     if a.dim() != 2 or b.dim() != 2 or tuple(bias.shape) != (b.shape[1],):
         shapes = f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(bias.shape)}"
         return f"the library takes a [M, K], b [K, N] and bias [N]; found {shapes}."

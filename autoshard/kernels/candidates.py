@@ -52,7 +52,6 @@ class Choice:
     num_warps: int
 
     def __str__(self) -> str:
-        """Format the choice, such as "BLOCK_R 2, BLOCK_C 64, 8 warps"."""
         blocks = "".join(f"{name} {size}, " for name, size in self.blocks)
         return f"{blocks}{self.num_warps} warps"
 
@@ -60,15 +59,12 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """Split a kernel's default constants into a launch configuration and the constants that tuning keeps.
+    """Split a kernel's `constexpr` arguments into the default launch configuration and the constants that tuning keeps.
 
     Args:
         constants: all `constexpr` arguments by name.
         tunable: names of the constants that tuning may change.
         num_warps: the default number of warps.
-
-    Returns:
-        The default configuration, and the other `constexpr` arguments by name.
     """
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
@@ -79,7 +75,6 @@ def neighbours(choice: Choice, fixed: Mapping[str, object]) -> tuple[Choice, ...
     """Return the configurations that tuning tries. The default `choice` is the first.
 
     Args:
-        choice: the default configuration.
         fixed: the `constexpr` arguments that tuning keeps. Names that start with BLOCK are side lengths of the tile.
     """
     around = (choice, *_steps(choice))
@@ -99,18 +94,11 @@ def _steps(choice: Choice) -> Iterator[Choice]:
 
 
 def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
-    """Return the number of elements of a tile for each thread."""
     return math.prod(size for _, size in choice.blocks) * math.prod(sides.values()) / (32 * choice.num_warps)
 
 
 def _is_sensible(choice: Choice, sides: Mapping[str, int], least: float) -> bool:
-    """Whether a configuration keeps within the limits of warps and of elements per thread.
-
-    Args:
-        choice: the configuration.
-        sides: the fixed side lengths of the tile.
-        least: the lower limit of elements per thread. For tiny rows it is below `_MIN_PER_THREAD`.
-    """
+    """`sides` are fixed side lengths of the tile. `least` elements per thread may be below `_MIN_PER_THREAD`."""
     if not 1 <= choice.num_warps <= _MAX_WARPS or any(size < 1 for _, size in choice.blocks):
         return False
     return least <= _per_thread(choice, sides) <= _MAX_PER_THREAD

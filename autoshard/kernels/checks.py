@@ -16,17 +16,13 @@ aten = torch.ops.aten
 
 
 def _checked(x: Tensor, status: Tensor, message: str, is_matrix: bool | None = None) -> Tensor:
-    """Check `status`, and return a copy of `x`.
+    """Return a copy of `x`, or raise `RuntimeError` (assertion) or `LinAlgError` (factorisation) of a failed `status`.
 
     Args:
         x: any value.
         status: an assertion's condition, or the `info` tensor of a factorisation, which must be zero.
         message: the assertion's message, or the name of the factorisation's function.
         is_matrix: None for an assertion. For a factorisation, whether it was of a single matrix.
-
-    Raises:
-        RuntimeError: the assertion failed.
-        torch.linalg.LinAlgError: a factorisation failed.
     """
     if is_matrix is None:
         aten._assert_async.msg(status, message)

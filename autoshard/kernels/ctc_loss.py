@@ -31,7 +31,6 @@ def ctc_loss_reference(
         targets: [N, S] integers in [0, C), none of them blank. Values beyond a target's length are ignored.
         input_lengths: [N] integers, each at most T.
         target_lengths: [N] integers, each at most S.
-        blank: the class of the blank.
 
     Returns:
         loss [N] and log_alpha [N, T, 2 S + 1], in the dtype of log_probs. The loss is infinite if no alignment gives

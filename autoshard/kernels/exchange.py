@@ -27,8 +27,7 @@ class Exchange:
     """One all-to-all of a rank with the ranks of its group.
 
     Args:
-        tensors: the tensors to send. Dim 0 has their rows, first the rows for the first rank.
-        sent: for each rank, the number of rows to send to this rank. It is the same for every tensor.
+        sent: for each rank, the number of rows of every tensor to send to this rank, in the order of ranks.
         received: for each rank, the number of rows that arrive from this rank, for every tensor.
         is_awaited: whether the tensors have arrived when the generator gets them. Otherwise the generator calls
             `arrived` to wait for them.
@@ -63,8 +62,7 @@ def define_exchanging(
     """Define the operator `autoshard::name`, which runs the steps that `steps_of` makes, and return the operator.
 
     Args:
-        name: the operator's name, without the namespace.
-        schema: arguments and returns. The last argument is the name of the process group.
+        schema: arguments and returns. The last argument is `str group`, the name of the process group.
         steps_of: takes all arguments but the group, and returns one rank's steps.
         fake: takes all arguments, and returns empty tensors of the right shapes.
     """
@@ -78,17 +76,12 @@ def define_exchanging(
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wait until all tensors have arrived, and return the arrived tensors."""
+    """Wait for tensors in transit, and return them."""
     return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 
 def run_steps(steps: Steps, group: str) -> Any:
-    """Run one rank's steps with all-to-alls, and return their results.
-
-    Args:
-        steps: the steps of this process.
-        group: torch's name of the process group.
-    """
+    """Run this process's steps, with an all-to-all for each exchange in torch's process group named `group`."""
     try:
         exchange = next(steps)
         while True:
@@ -128,7 +121,7 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """Return the rows that reach `rank` for each exchanged tensor, first the rows from the first rank."""
+    """The rows for `rank`, for each exchanged tensor, first the rows from the first rank."""
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
         raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, but is sent {sent}.")

@@ -61,12 +61,7 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """Return the route of this rank's rows.
-
-        Args:
-            order: the numbers of this rank's assignments, sorted by expert.
-            counts: the result of `_counted`.
-        """
+        """Return the route of this rank's rows. `order` is the field's value, and `counts` the result of `_counted`."""
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()
         ids = torch.arange(held, device=order.device).repeat(ranks)
@@ -82,10 +77,7 @@ class Route:
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
     def take(self, pending: list[Tensor]) -> Tensor:
-        """Remove the first tensor in transit from the list `pending`, and wait for the tensor.
-
-        Return the tensor's rows, sorted by expert.
-        """
+        """Wait for the first tensor of the list `pending`, remove it, and return its rows sorted by expert."""
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
@@ -141,19 +133,13 @@ def _forward(
 
 
 def forward_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result.
-
-    `arguments` are the operator's arguments, without the group.
-    """
+    """Yield one rank's exchanges of `exchanged_experts`, and return its result. The arguments leave out the group."""
     (out,) = yield from _forward(False, *arguments)
     return out
 
 
 def keeping_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results.
-
-    `arguments` are the operator's arguments, without the group.
-    """
+    """Yield one rank's exchanges of `exchanged_experts_keeping`, given its arguments without the group."""
     return (yield from _forward(True, *arguments))
 
 
@@ -200,11 +186,9 @@ def _gradients(
     The gradients of the matrices are computed while the gradients of rows travel back to their ranks.
 
     Args:
-        held: the experts of this rank.
-        route: the rows that were sent and received.
         pending: tensors in transit to this rank: the gradient of each row's result, then each row's weight.
         rows, u: the rows that arrived in the forward, and their products with `gate_up`.
-        index: [T, k], the experts of this rank's tokens, for the shape.
+        index: [T, k], read for its shape only.
     """
     groups = route.arrived
     hidden, backward = held.hidden(u)

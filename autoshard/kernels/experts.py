@@ -96,7 +96,6 @@ class ExpertGroups:
 
 
 def _is_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether `grouped_mm` takes the operands: a supported dtype, at least one row, and strides of whole 16 bytes."""
     is_known = left.dtype in (torch.bfloat16, torch.float16, torch.float32) and left.dtype == right.dtype
     return is_known and left.shape[0] > 0 and all(map(_is_aligned, (left, right)))
 
@@ -127,7 +126,6 @@ def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
 
 
 def _is_read_at_once(tensor: Tensor) -> bool:
-    """Whether the host can read `tensor` without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -155,7 +153,7 @@ class ExpertWeights:
 
     @property
     def count(self) -> int:
-        """E, the number of experts."""
+        """E, the number of experts in `down`: of this rank alone if ranks hold different experts."""
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
@@ -190,7 +188,6 @@ class ExpertWeights:
         Args:
             grad: the gradient of the weighted results, for sorted rows [R, H].
             x, weights: the sorted rows [R, H] and their weights [R].
-            groups: the experts of the rows.
         """
         hidden, backward = self.hidden(self.first_products(x, groups))
         d_x, d_weights, d_u, grad = self.backward_of_rows(grad, weights, hidden, backward, groups)
@@ -198,7 +195,7 @@ class ExpertWeights:
         return d_x, d_weights, *self.backward_of_matrices(grad, x, hidden, d_u, groups)
 
     def hidden(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return gate(u) [R, I], and a function from the gradient of gate(u) to the gradient of u."""
+        """Return h = gate(u) [R, I], and a function from the gradient of h to the gradient of u."""
         return self._gate.with_backward(u)
 
     def backward_of_rows(
@@ -210,7 +207,6 @@ class ExpertWeights:
             grad: the gradient of the weighted results, for sorted rows [R, H].
             weights: the weights of the rows [R].
             hidden, backward: the results of the method `hidden`.
-            groups: the experts of the rows.
         """
         unweighed = groups.products(grad, self._down.mT)  # the gradient of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
@@ -229,7 +225,6 @@ class ExpertWeights:
             x: the sorted rows [R, H].
             hidden: gate(u) [R, I].
             d_u: the gradient of u, from `backward_of_rows`.
-            groups: the experts of the rows.
         """
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
@@ -260,7 +255,7 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     Args:
         rows: [R, H], the results of R assignments.
         order: [R], the number of each row's assignment.
-        index: [T, k], for the shape.
+        index: [T, k], read for its shape only.
     """
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
@@ -275,7 +270,7 @@ def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
     Args:
         values: [R], the values of R assignments.
         order: [R], the number t k + j of each value's assignment.
-        index: [T, k], for the shape.
+        index: [T, k], read for its shape only.
     """
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
@@ -322,9 +317,9 @@ def experts_backward_reference(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, weights, gate_up, gate_up_bias (None without a bias) and down.
+    """Return the gradients of x, weights, gate_up, gate_up_bias (None without a bias) and down, shaped as the operands.
 
-    They have the operands' shapes and dtypes. grad_out is [T, H].
+    `grad_out` is [T, H]. The other arguments are those of `experts_reference`.
     """
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
@@ -337,7 +332,7 @@ def experts_backward_reference(
 
 
 def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    """Raise `ValueError` if operands do not fit each other."""
+    """Raise `ValueError` if the shapes of the operands of `experts` do not fit each other."""
     fits = (
         (x.dim(), index.dim(), gate_up.dim(), down.dim()) == (2, 2, 4, 3)
         and index.shape == weights.shape
@@ -353,7 +348,7 @@ def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
 
 
 def fake_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
-    """Return an empty result of `experts` with the right shape and dtype."""
+    """Return an empty result of `experts`, of x's shape and dtype."""
     check_experts(x, index, weights, gate_up, rest[1])
     return x.new_empty(x.shape)
 
@@ -362,7 +357,7 @@ def fake_experts_backward(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, *_: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return empty gradients of x, weights, gate_up, gate_up_bias and down with the right shapes and dtypes."""
+    """Return empty gradients of x, weights, gate_up, gate_up_bias and down, each of its operand's shape and dtype."""
     operands = (x, weights, gate_up, gate_up_bias, down)
     return tuple(None if operand is None else operand.new_empty(operand.shape) for operand in operands)
 

@@ -44,9 +44,6 @@ def define(
         schema: arguments and returns, such as `"(Tensor x) -> Tensor"`.
         implementation: the function in plain PyTorch, for any device. Its results alias no operand.
         fake: takes the same arguments, and returns empty tensors of the right shape, dtype and device.
-
-    Returns:
-        `torch.ops.autoshard.<name>.default`.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -70,7 +67,6 @@ def differentiate(
     """Set the derivative of an operator.
 
     Args:
-        overload: the operator.
         setup_context: saves the tensors that `backward` needs, as in `torch.library.register_autograd`.
         backward: computes the gradients of the operands.
         composite: if given, the backward with `create_graph=True` differentiates the composite, so that the gradients
@@ -101,7 +97,6 @@ def gradients_with_graph(
     Args:
         ctx: the context of the forward's `torch.autograd.Function`.
         composite: recomputes the forward's results from the operands.
-        operands: the forward's arguments.
         grads: the gradients of the forward's results. None stands for zero.
     """
     _ = ctx.saved_tensors  # raises if a saved tensor was changed in place since the forward
@@ -128,10 +123,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
     """Make an operator raise `NotAvailableError` when a gradient reaches it.
 
     The operator is the backward of an operator without a composite, so its derivative would be a second derivative.
-
-    Args:
-        overload: the backward operator.
-        computation: the name of the computation for the message, such as "CTC loss".
+    `computation` names the operator in the message, such as "CTC loss".
     """
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
@@ -144,7 +136,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
 
 
 def composite_of(overload: torch._ops.OpOverload) -> Composite:
-    """Return the composite of an operator of this library: the same results by differentiable operators."""
+    """Return the composite that `differentiate` was given: the operator's results by differentiable operators."""
     return _COMPOSITES[overload]
 
 

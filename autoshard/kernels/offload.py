@@ -13,17 +13,14 @@ from autoshard.kernels.library import define
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """Return a copy of `x` in the host's memory, with the strides of `x`."""
+    """The copy keeps the strides of `x`. It is not awaited."""
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _from_host(x: Tensor) -> Tensor:
-    """Return a copy of `x`, a result of `to_host`, on the current accelerator.
-
-    If `x` is not pinned, it did not come from an accelerator, and the copy is on the CPU.
-    """
+    """Copy to the current accelerator. If `x` is not pinned, it did not come from one, and the copy is on the CPU."""
     if not x.is_pinned():
         return x.clone()
     accelerator = torch.accelerator.current_accelerator()

@@ -53,7 +53,6 @@ def random_words(
     """Return a random word of 32 bits for each element of one shard of a global array.
 
     Args:
-        shape: the shard's shape.
         offset: the global index of the shard's first element, one entry per dim.
         global_shape: the shape of the whole array. Elements beyond it (padding) get meaningless words.
         seed: int64 scalar tensor. The result is on its device.
@@ -77,10 +76,7 @@ def random_words(
 def random_block(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int, block: int = 0
 ) -> Words:
-    """Return four random words in [0, 2^32) for each element of a shard, as four tensors.
-
-    Different blocks give independent words. The other arguments are those of `random_words`.
-    """
+    """Return four random words in [0, 2^32) for each element of a shard. Different blocks give independent words."""
     index = _global_index(shape, offset, global_shape, seed.device)
     seed = seed.reshape(())
     zero = torch.zeros_like(seed)
@@ -97,10 +93,7 @@ def keep_mask(
     site: int,
     p: float,
 ) -> Tensor:
-    """Return a bool tensor that is True where dropout keeps an element, with probability 1 - p.
-
-    The other arguments are those of `random_words`.
-    """
+    """Return a bool tensor of the shard, True with probability 1 - p, where dropout keeps an element."""
     return random_words(shape, offset, global_shape, seed, site) >= drop_threshold(p)
 
 
@@ -116,12 +109,12 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """Return `1 / (1 - p)`, the factor on kept elements, or 0 if every element is dropped."""
+    """Return `1 / (1 - p)`, the factor of dropout on kept elements, or 0 if p is 1."""
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
+    """The high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
@@ -129,7 +122,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _global_index(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return an int64 tensor with each shard element's row-major number in the global array."""
+    """Each shard element's row-major number in the global array, int64."""
     if not len(shape) == len(offset) == len(global_shape):
         raise ValueError(
             f"shape={tuple(shape)}, offset={tuple(offset)} and global_shape={tuple(global_shape)} "

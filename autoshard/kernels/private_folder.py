@@ -14,9 +14,7 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def make_private(folder: Path, purpose: str) -> None:
     """Make a folder that only this user can open, and its parents. An existing folder must already be private.
 
-    Args:
-        folder: the folder.
-        purpose: the folder's contents, for the error message, such as "generated kernels".
+    `purpose` names the folder's contents in the error message, such as "generated kernels".
 
     Raises:
         OSError: the folder cannot be made.
@@ -28,10 +26,7 @@ def make_private(folder: Path, purpose: str) -> None:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """Raise `KernelError` if a folder belongs to another user, or other users can write to it.
-
-    A folder that does not exist is private.
-    """
+    """Raise `KernelError` if a folder belongs to another user, or other users can write to it. It need not exist."""
     try:
         found = folder.stat()
     except OSError:

@@ -256,24 +256,18 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution."""
+    """Return the indices of time steps in the order of execution."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """Stack the values of time steps, given in the order of execution, to [B, T, ...] in the dtype of `like`."""
+    """Stack the values of time steps, given in the order of execution, to [B, T, ...]."""
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each step, [B, T, ...].
-
-    Args:
-        states: the state after each step, [B, T, ...].
-        first: the state before the first executed step, [B, ...].
-        reverse: whether steps run from the last to the first.
-    """
+    """Return the state before each step from the state after each step, both [B, T, ...]. `first` is [B, ...]."""
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
         return torch.cat((states[:, 1:], first), dim=1)
@@ -281,20 +275,16 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Return a bool tensor [B, 1], whether each row runs step t. None if all rows run all steps."""
+    """Whether each row runs step t, bool [B, 1]. None if all rows run all steps."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
 def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    """Return `new` for rows that run the step, and `old` for all other rows."""
     return new if running is None else torch.where(running, new, old)
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """Return `values` [B, T, ...] with zeros beyond each row's length.
-
-    So no gradient passes a step that did not run.
-    """
+    """Zeros beyond each row's length, so that no gradient passes a step that did not run."""
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
@@ -302,7 +292,6 @@ def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
 
 
 def _start(grad: Tensor | None, state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a final state as `dtype`, or zeros like `state` if `grad` is None."""
     return torch.zeros_like(state, dtype=dtype) if grad is None else grad.to(dtype)
 
 
@@ -315,12 +304,7 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """Return a weight's gradient [M, N], summed over batch and time.
-
-    Args:
-        grad: the gradient of the products of operand and weight, [B, T, M].
-        operand: the operand of these products, [B, T, N].
-    """
+    """Sum over batch and time, [M, N], from the products' gradient [B, T, M] and their operand [B, T, N]."""
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 
 

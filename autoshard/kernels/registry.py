@@ -72,7 +72,7 @@ FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for k
 
 
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:
-    """Return the kernels that may replace an operator, the preferred kernel first. The tuple may be empty."""
+    """Return the kernels that may replace an operator, the preferred kernel first, or an empty tuple."""
     return KERNELS.get(operator, ())
 
 
@@ -81,10 +81,7 @@ def find_kernel(
 ) -> Kernel | None:
     """Return the first kernel that applies to a call, or None.
 
-    Args:
-        operator: the target of the call.
-        args: the call's arguments, with tensors (real, fake or meta) in place of nodes.
-        kwargs: the call's keyword arguments.
+    Tensors among the arguments may be real, fake or meta tensors.
 
     Example:
         >>> import torch

@@ -28,14 +28,14 @@ _aten = torch.ops.aten
 def why_not_bias_add_rms_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """Return the reason that `triton_bias_add_rms_norm` does not take these operands, or None."""
+    """Return why `triton_bias_add_rms_norm` cannot take these operands, or None if it can."""
     return _refuse(x, x_bias, residual, weight=weight)
 
 
 def why_not_bias_add_layer_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """Return the reason that `triton_bias_add_layer_norm` does not take these operands, or None."""
+    """Return why `triton_bias_add_layer_norm` cannot take these operands, or None if it can."""
     return _refuse(x, x_bias, residual, weight=weight, bias=bias)
 
 
@@ -112,7 +112,7 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """Return a function for `Form.compose` that applies torch's layer norm to the result of `total`."""
+    """For `Form.compose`: torch's layer norm of the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -123,7 +123,7 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """Return a function for `Form.compose` that applies torch's RMS norm to the result of `total`."""
+    """For `Form.compose`: torch's RMS norm of the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -134,7 +134,7 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """Return a function for `Form.compose` that applies the RMS norm of transformers to the result of `total`."""
+    """For `Form.compose`: the RMS norm of transformers of the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)

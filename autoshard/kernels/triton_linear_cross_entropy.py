@@ -48,7 +48,7 @@ def chunk_classes(depth: int) -> int:
 def why_not_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """Return the reason that `triton_linear_cross_entropy` does not take these operands, or None."""
+    """Return why `triton_linear_cross_entropy` cannot take these operands, or None if it can."""
     shapes = f"hidden={tuple(hidden.shape)}, weight={tuple(weight.shape)}, target={tuple(target.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or 0 in (*hidden.shape, *weight.shape):
         return f"the kernel takes hidden [..., K] and weight [C, K], not empty; found {shapes}."
@@ -71,16 +71,13 @@ def why_not_linear_cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> str | None:
-    """Return the reason that `triton_linear_cross_entropy_backward` does not take these operands, or None."""
+    """Return why `triton_linear_cross_entropy_backward` cannot take these operands, or None if it can."""
     reason = why_not_linear_cross_entropy(hidden, weight, target, ignore_index, label_smoothing)
     return reason or refuse_dtypes(grad_loss=grad_loss, lse=lse)
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
-    """Yield each chunk, the slice of its classes, and their logits [N, classes of the chunk].
-
-    All chunks share the memory of the logits. The next chunk overwrites it.
-    """
+    """Yield each chunk, the slice of its classes, and their logits, which the next chunk overwrites."""
     classes, depth = weight.shape
     size = chunk_classes(depth)
     memory = x.new_empty((len(x), size))
@@ -162,7 +159,7 @@ linear_cross_entropy_backward = define(
 
 
 def _product(x: Any, weight: Any, *, is_wide: bool) -> Any:
-    """Return the logits x w^T. If `is_wide`, they are cast to float32 for the loss, as in transformers."""
+    """If `is_wide`, logits are cast to float32 for the loss, as in transformers."""
     logits = _aten.mm.default(x, _aten.t.default(weight))
     return _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
 
@@ -184,12 +181,11 @@ def _narrow(like: Tensor, grad: Any, *, is_wide: bool) -> Any:
 
 
 def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    """Return the gradients of x and the weight, from the gradient of the logits."""
     return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
 
 
 def _rows_forward(*, is_wide: bool) -> Form:
-    """Return the form of the forward for hidden [N, K]. `is_wide`: the logits are cast to float32."""
+    """Match hidden [N, K]. `is_wide`: the logits are cast to float32."""
 
     def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
         return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
@@ -210,10 +206,7 @@ def _rows_backward(*, is_wide: bool) -> Form:
 
 
 def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """Return hidden [B, S, K] reshaped to rows [B S, K], and their logits [B S, C], as models compute them.
-
-    The logits are first reshaped to [B, S, C]. If `is_wide`, they are cast to float32.
-    """
+    """Return rows [B S, K] of hidden, and their logits [B S, C], which models reshape to [B, S, C] and back."""
     batch, length, rows, depth, classes = sizes
     x = _aten.reshape.default(hidden, [rows, depth])
     logits = _aten.mm.default(x, _aten.t.default(weight))
@@ -224,7 +217,7 @@ def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide
 
 
 def _sequence_forward(*, is_wide: bool) -> Form:
-    """Return the form of the forward for hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
+    """Match hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
 
     def compose(
         like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
@@ -250,10 +243,7 @@ def _sequence_backward(*, is_wide: bool) -> Form:
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
-    """Return a function from the kernel's arguments to the size of dim `index` of hidden [B, S, K].
-
-    The function returns None if hidden has another number of dims.
-    """
+    """From the kernel's arguments to the size of dim `index` of hidden [B, S, K], or None for other numbers of dims."""
 
     def compute(arguments: Mapping[str, Any]) -> object:
         shape = arguments["hidden"].shape

@@ -47,7 +47,6 @@ class Launch:
     """A launch of a kernel whose block sizes and warps are not yet chosen.
 
     Args:
-        kernel: the `@triton.jit` function.
         grid: maps all arguments by name, including block sizes, to the number of programs along each axis of the grid.
         device: the device of the tensors. The caller has made it the current device.
         arguments: the arguments that are not `constexpr`, in order.
@@ -95,9 +94,8 @@ class Tuner:
     _measures: bool = True
 
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """Return block sizes and warps for a launch.
+        """Return block sizes and warps for a launch, of a remembered choice, a choice of the store, or a measurement.
 
-        The tuner remembers its choices. For a new key, it reads the choice from the store, or else measures candidates.
         If no measurement is possible, return `heuristic`, the default.
         """
         if launch.is_interpreted and self.timer is None:
@@ -117,10 +115,7 @@ class Tuner:
         return choice
 
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """Measure all candidates of `key`, publish the fastest, and return the choice that the store holds.
-
-        Return None if the kernel cannot be measured, or the choice cannot be published.
-        """
+        """Measure and publish. None if the kernel cannot be measured, or the choice cannot be published."""
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
             return None
@@ -139,10 +134,7 @@ class Tuner:
 
 
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
-    """Measure each candidate with `triton.autotune`, and return its median time in milliseconds.
-
-    The time is infinite if the candidate needs more registers or shared memory than the device has.
-    """
+    """Return each candidate's median time in milliseconds, infinite if it does not fit the device."""
     configs = {
         triton.Config(launch.blocks(choice), choice.num_warps, None): choice  # type: ignore[arg-type]
         for choice in candidates
@@ -174,8 +166,8 @@ def _key(launch: Launch, heuristic: Choice, arguments: Sequence[str]) -> Key:
 def _class_of(argument: object) -> str:
     """Return a text that is equal for arguments which share one measurement.
 
-    It has the dtype of a tensor, or the next power of two of an integer and whether 16 divides the integer. Triton
-    compiles multiples of 16 to wider loads.
+    It has a tensor's dtype, or an integer's next power of two and whether 16 divides it. Triton compiles multiples of
+    16 to wider loads.
     """
     if isinstance(argument, Tensor):
         return str(argument.dtype)
@@ -186,10 +178,7 @@ def _class_of(argument: object) -> str:
 
 @cache
 def _source_digest(kernel: Any) -> str:
-    """Return a digest of a kernel's source and of the functions that it calls.
-
-    For an interpreted kernel, the digest covers only the kernel's own source.
-    """
+    """The digest covers the functions that the kernel calls, except for an interpreted kernel."""
     if isinstance(kernel, triton.JITFunction):
         return kernel.cache_key
     return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()
@@ -206,7 +195,6 @@ def _is_capturing(device: torch.device) -> bool:
 
 @contextmanager
 def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Save `tensors` when the context begins, and restore their values when it ends."""
     copies = [tensor.clone() for tensor in tensors]
     try:
         yield

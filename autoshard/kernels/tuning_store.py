@@ -35,9 +35,7 @@ class Key:
     """The conditions of a measurement.
 
     Args:
-        kernel: the name of the kernel's function.
         facts: all conditions that the fastest choice depends on, as values for JSON: device, versions, arguments.
-        candidates: the launch configurations to measure.
     """
 
     kernel: str
@@ -46,13 +44,13 @@ class Key:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The key as a dict that JSON can represent."""
+        """The key's fields as a dict that JSON can represent."""
         return {"kernel": self.kernel, **self.facts, "candidates": [str(choice) for choice in self.candidates]}
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The tuned launch configurations in a folder."""
+    """A folder of tuned launch configurations, which may not exist yet."""
 
     folder: Path
 
@@ -70,10 +68,7 @@ class Store:
         """Publish a choice for `key`, unless another process has published one. Return the published choice.
 
         `times_ms` has the median time of each candidate in milliseconds, for people who read the file.
-
-        Raises:
-            OSError: the folder cannot be written, or cannot be locked.
-            KernelError: the folder is not private to this user.
+        Errors are those of `identity`.
         """
         times = {str(item): time_ms if math.isfinite(time_ms) else "does not fit" for item, time_ms in times_ms.items()}
         text = json.dumps({"choice": str(choice), "median_ms": times, "key": key.record}, indent=1) + "\n"

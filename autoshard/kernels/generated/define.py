@@ -42,13 +42,11 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A kernel that was generated for a group, and the operator that runs it.
+    """A kernel that was generated for a group.
 
     Args:
-        group: the operators that the kernel computes.
         operator: the operator of torch that runs the kernel.
         function: the kernel, a `@triton.jit` function.
-        layout: the launch configuration of the kernel.
         path: the file with the kernel's source.
     """
 
@@ -79,7 +77,6 @@ class NamedGroup:
     """A group with the texts that make its source readable.
 
     Args:
-        group: the operators that a kernel computes.
         names: a name for each value of the group, in the order of the values' numbers.
         purpose: the first lines of the kernel's docstring.
     """
@@ -98,7 +95,7 @@ _OPERATORS: dict[Group, OpOverload] = {}
 
 
 def generated_kernel(operator: Any) -> GeneratedKernel | None:
-    """Return the generated kernel that `operator` runs, or None if `operator` runs none."""
+    """Return the generated kernel that `operator` runs, or None if the operator is not a generated one."""
     return _KERNELS.get(operator)
 
 
@@ -129,7 +126,6 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
 
 
 def _file_text(title: str, functions: Sequence[str]) -> str:
-    """Return the text of a Python file with these kernels, and with the imports that they need."""
     body = "\n\n\n".join(functions)
     used = {module: [name for name in names if re.search(rf"\b{name}\(", body)] for module, names in _IMPORTS.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in used.items() if names]
@@ -171,25 +167,25 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
 
 
 def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """Return the dtype in which a kernel stores result number `index`: float32 for parts of a split sum."""
+    """The dtype in memory of result number `index`: float32 for parts of a split sum."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Return an empty tensor for result number `index`: float32 [chunks, rows] for a split sum, else the result."""
+    """Float32 [chunks, rows] for a split sum, else the shape and dtype of result number `index`."""
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """Add `parts` [chunks, rows] over the chunks in order, and return the sum with the result's shape and dtype."""
+    """Add `parts` [chunks, rows] over the chunks in order, so that the sum is the same in each run."""
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """Return the device of the first operand that is no scalar, because a scalar may be on the host."""
+    """The device of the first operand that is no scalar, because a scalar may be on the host."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 

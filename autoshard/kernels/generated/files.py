@@ -21,13 +21,13 @@ _PACKAGE = "autoshard_generated"
 
 
 def cache_folder() -> Path:
-    """Return the path of autoshard's folder in the user's cache. The folder may not exist yet."""
+    """Return autoshard's folder in the user's cache, which may not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
 
 
 def source_folder() -> Path:
-    """Return the path of the folder of generated sources. The folder may not exist yet."""
+    """Return the folder of generated sources, which may not exist yet."""
     return cache_folder() / "kernels"
 
 
@@ -54,10 +54,7 @@ def write_file(text: str) -> Path:
 
 
 def load_text(text: str, path: Path) -> ModuleType:
-    """Execute a program's generated source and return it as a module.
-
-    Debuggers, tracebacks and Triton see `path` as the file of its lines.
-    """
+    """Execute a program's generated source as a module. Tracebacks and Triton see `path` as the file of its lines."""
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     module = ModuleType(f"{_PACKAGE}.{path.stem}")
     module.__file__ = str(path)

@@ -25,7 +25,7 @@ _QUIET = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """A tensor's shape, its strides in elements, and its dtype."""
+    """A tensor's shape, its strides in elements, and its dtype, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,7 +33,7 @@ class ValueShape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> ValueShape:
-        """Return the shape, strides and dtype of a tensor. It may be a fake tensor."""
+        """Return the shape, strides and dtype of a real or fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
@@ -51,17 +51,16 @@ class ValueShape:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for value number `index` of the group among the arguments of a step."""
+    """A reference to value number `index` of the group, in place of a tensor among the arguments of a step."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of a group.
+    """One call of an operator within a group.
 
     Args:
-        target: the operator.
         args: the positional arguments, with a `Ref` in place of each tensor.
         kwargs: names and values of the keyword arguments, also with `Ref`s.
         value: shape, strides and dtype of the result.
@@ -79,7 +78,7 @@ class GroupStep:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The numbers of the values that the step reads, in order."""
+        """The numbers of the values that the step reads, in the order of its arguments."""
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
@@ -110,7 +109,7 @@ class Group:
 
     @property
     def values(self) -> tuple[ValueShape, ...]:
-        """Shape, strides and dtype of every value, in the order of the values' numbers."""
+        """Shape, strides and dtype of every value: of the operands, then of each step's result."""
         return (*self.operands, *(step.value for step in self.steps))
 
     def step_of(self, index: int) -> GroupStep:
@@ -118,10 +117,7 @@ class Group:
         return self.steps[index - len(self.operands)]
 
     def run(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Compute the group with torch's operators, one after another, and return the results.
-
-        Tests compare the kernel with these results.
-        """
+        """Compute the group with torch's operators, one after another, for tests to compare the kernel with."""
         values = list(operands)
         for step in self.steps:
             values.append(step.call(values.__getitem__))

@@ -82,19 +82,14 @@ class ElementLayout:
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
     def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
-        """Return the launch grid (programs, chunks) for the block sizes `blocks`, which tuning may have changed."""
+        """Return the launch grid (programs, chunks) if tuning has changed the block sizes to `blocks`."""
         elements = self.programs * math.prod(self.blocks[name] for name in self.tunable)
         return math.ceil(elements / math.prod(blocks[name] for name in self.tunable)), self.chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A group's kernel as text.
-
-    Args:
-        text: the source of the function, with its decorator.
-        layout: the function's launch configuration.
-    """
+    """A group's kernel: the source text of its function, with the decorator, and its launch configuration."""
 
     text: str
     layout: ElementLayout
@@ -104,7 +99,6 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
     """Return the launch configuration of a group's kernel: block sizes, numbers of programs and warps, and split sums.
 
     Args:
-        loops: the loops of the group.
         sums: the sums that may be split, as value numbers (`splittable_sums`).
 
     Raises:
@@ -129,7 +123,7 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
 
 
 def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Return the launch configuration of split sums: tiles of many rows, and enough chunks to keep a device busy."""
+    """Tiles of many rows, and enough chunks to keep a device busy."""
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
@@ -176,7 +170,6 @@ def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
     """Return the source of a group's kernel and its launch configuration.
 
     Args:
-        group: the operators to compute.
         names: a name for every value, used for variables and pointers.
         purpose: the first lines of the kernel's docstring.
 
@@ -187,7 +180,7 @@ def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
 
 
 def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, with "_" added to a name that is repeated or reserved in a kernel."""
+    """Add "_" to a name that is repeated or reserved in a kernel."""
     found: dict[str, None] = {}
     for name in names:
         while name in found or name in _RESERVED:
@@ -268,7 +261,7 @@ class _KernelSource:
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
-        """Return the expression of value number `index`. For an operand, first write the line that loads it, once."""
+        """Return the expression of value number `index`. An operand's load is written before its first use."""
         if index not in self.texts:
             name, triton_type = self.names[index], TRITON_TYPES[self.group.values[index].dtype]
             place, mask = self._place(index)
@@ -286,10 +279,7 @@ class _KernelSource:
     # Indices.
 
     def _place(self, index: int) -> tuple[str, str]:
-        """Return the texts of the offset and the mask with which value number `index` is loaded or stored.
-
-        The offset starts with " + ". Both texts are empty for a single element.
-        """
+        """The offset starts with " + ". Offset and mask are empty for a single element."""
         strides = self.loops.strides[index]
         count = len(self.loops.rows)
         by_row = self._offset(self._flat, self.loops.rows, strides[:count], 0)
@@ -312,8 +302,6 @@ class _KernelSource:
 
         Args:
             flat: the variable of the flat index: "row", "column" or "index".
-            sizes: the sizes of the axes of the flat index.
-            strides: the strides of the tensor along these axes.
             first: the number of the first of these axes, for the variables `i0`, `i1`, ...
         """
         if not any(strides):
@@ -328,7 +316,7 @@ class _KernelSource:
         return " + ".join(terms)
 
     def _split_body(self) -> Iterator[str]:
-        """Yield the lines of a kernel with split sums: a loop over the tiles of a chunk, then stores of the sums."""
+        """A loop over the tiles of a chunk, then stores of the sums."""
         for index in self.layout.split:
             yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
         yield "for step in range(STEPS):"
@@ -365,7 +353,6 @@ class _KernelSource:
                     yield f"i{first + at} = {_digit(flat, sizes, at)}"
 
     def _is_large(self) -> bool:
-        """Whether some offset into a tensor does not fit into 32 bits."""
         loops = self.loops
         sizes = (*loops.rows, *loops.columns)
         ends = [
@@ -388,7 +375,6 @@ class _KernelSource:
     # Registers.
 
     def _check_registers(self) -> None:
-        """Raise `NoLoopsError` if the tiles that a program needs at one time do not fit into registers."""
         tile = [size for name, size in self.layout.blocks.items() if name != "STEPS"]
         elements = math.prod(tile) / (32 * self.layout.num_warps)
         alive = _most_alive(self.group, self.loops) + len(self.layout.split)
@@ -397,10 +383,7 @@ class _KernelSource:
 
 
 def _most_alive(group: Group, loops: Loops) -> int:
-    """Return the largest number of tiles that a program holds at one time.
-
-    Each tile is loaded or computed right before its first use, and freed after its last use.
-    """
+    """Each tile counts from right before its first use to its last use."""
     first = len(group.operands)
     last: dict[int, int] = {index: len(group.steps) for index in group.results}
     for at, step in enumerate(group.steps):
@@ -420,7 +403,7 @@ def _most_alive(group: Group, loops: Loops) -> int:
 
 
 def _digit(flat: str, sizes: Sequence[int], at: int) -> str:
-    """Return the text of the index along axis number `at`, computed from the flat index over all axes of `sizes`."""
+    """Compute the index along axis number `at` from the flat index over all axes of `sizes`."""
     below = math.prod(sizes[at + 1 :])
     divided = flat if below == 1 else f"{flat} // {below}"
     return divided if at == 0 else f"{divided} % {sizes[at]}"
