@@ -39,7 +39,7 @@ def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], N
 
 
 def _leave(stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor) -> None:
-    """Leave a failed recording: set torch's stream back, and give the generator a state that does not record."""
+    """A failed recording leaves torch on another stream, and the generator in a state that records."""
     torch.cuda.set_stream(stream)
     anew = torch.Generator(generator.device)
     anew.set_state(state)
@@ -68,11 +68,7 @@ class CudaGraph:
     _results: list[Tensor] = field(default_factory=list)
 
     def run(self, function: Function, values: Sequence[Tensor]) -> list[Tensor]:
-        """Run the function on `values`, and return its results, which are valid until the next call.
-
-        Args:
-            function: the same function at each call, with values of the same shapes.
-            values: the function's tensors.
+        """Run the same function at each call, on `values` of the same shapes. Results are valid until the next call.
 
         Raises:
             NotAvailableError: the function cannot be recorded, because it waits for the device.

@@ -51,18 +51,15 @@ class Executor:
         return self
 
     def prove(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Prove an order before it runs; see `Prove`."""
+        """Prove an order before it runs; nothing happens if `prove` was None."""
         if self._prove is not None:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
         """Prove the order of a program, load its phases, and return the table of its messages between stages.
 
-        This is done once per program. All ranks must call for the same programs in the same order.
-
-        Args:
-            executable: the program of a step, or a program in stages.
-            order: the order of a step whose program has no stages.
+        This is done once per program. All ranks must call for the same programs in the same order. `order` is that of a
+        step whose program has no stages.
         """
         return self._tables.get_or_make(executable, lambda: self._prepare(executable, order))
 
@@ -99,12 +96,7 @@ class Executor:
 
     @torch.no_grad()
     def run_forward(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a call in stages; return its outputs on every rank, in the order of `executable.outputs`.
-
-        Args:
-            executable: the program of a call without gradients, in stages.
-            tensors: global inputs, in the order of `executable.inputs`.
-        """
+        """Run a call in stages on tensors of `executable.inputs`; return tensors of its `outputs` on every rank."""
         table, found = self.prepare(executable), dict[str, LocalValue]()
 
         def take(program: Executable, results: Sequence[LocalValue], micro_batch: int) -> None:
@@ -118,7 +110,7 @@ class Executor:
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
-    """Return the program of a step without stages as a pipeline of one stage."""
+    """A step without stages is a pipeline of one stage."""
     plan = executable.compiled.plan
     assert order is not None, "a step has an order"
     assert plan is not None, "it was planned"

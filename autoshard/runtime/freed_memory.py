@@ -29,7 +29,7 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory, unless the user has set its variables; return whether this succeeds."""
+    """Let the C library keep freed memory; return False if the user has set its variables, or it has no `mallopt`."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False
@@ -47,5 +47,5 @@ def give_freed_memory_back() -> None:
 
 
 def _function(name: str) -> Any:
-    """Return a function of the C library; None if there is none of this name, or the system is not Linux."""
+    """None if the C library has no function of this name, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

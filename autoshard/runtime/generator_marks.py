@@ -55,10 +55,7 @@ class Mark(NamedTuple):
 
     @property
     def place(self) -> tuple[float, int]:
-        """The distance from the seed: the number of the block, and the words drawn from it.
-
-        It is `(inf, 0)` for all states after the known blocks.
-        """
+        """The number of the block after the seed, and the words drawn from it; `(inf, 0)` after the known blocks."""
         block = blocks_behind(self.seed).get(self.block)
         return (math.inf, 0) if block is None else (block, self.drawn)
 
@@ -74,7 +71,7 @@ class Mark(NamedTuple):
 
 @lru_cache(8)
 def blocks_behind(seed: int) -> Mapping[int, int]:
-    """Return the number of each known block after a seed, by the block's hash; the seed itself gives block 0."""
+    """Return the number of each known block after a seed, by the block's hash; block 0 is that of the seed."""
     generator = torch.Generator().manual_seed(seed)
     numbers: dict[int, int] = {}
     for number in range(_KNOWN_BLOCKS):

@@ -30,9 +30,7 @@ WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
 class Reader:
     """Returns the local values of a program's inputs.
 
-    Args:
-        slots: the program's input slots, in order.
-        read: the slow path: reads the local value of one tensor.
+    `slots` are the program's input slots, in order. `read` is the slow path, for one tensor.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
@@ -54,10 +52,7 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """Return the local tensors of DTensors if the program can read all of them as they are; else None.
-
-        The program can do so if the DTensors have the known specs, and the local tensors are contiguous plain tensors.
-        """
+        """None unless all specs are known, and all local tensors are contiguous plain tensors."""
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
         found = [*map(local_of, tensors)]
@@ -74,9 +69,7 @@ class Reader:
 class LikeWriter:
     """Makes the user's tensors from a program's results: DTensors with the placements of given DTensors.
 
-    Args:
-        slots: the program's output slots, in order.
-        write_like: the slow path: makes one tensor from a local value, in the form of another tensor.
+    `slots` are the program's output slots, in order. `write_like` is the slow path, for one value.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:

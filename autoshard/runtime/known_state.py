@@ -35,7 +35,6 @@ class KnownState:
     """The contents of an optimizer when this object was made: its groups, parameters and state tensors.
 
     Args:
-        optimizer: the optimizer.
         members: the modules, parameters and buffers of the model that the optimizer updates.
         rules: the update rule of each group.
         update: the optimizer's update, if it is the same at each step; else None.
@@ -61,7 +60,7 @@ class KnownState:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the optimizer, group after group."""
+        """The parameters that the optimizer updates, group after group."""
         return self._parameters
 
     def is_current(self, members: Members) -> bool:
@@ -77,7 +76,7 @@ class KnownState:
         )
 
     def inputs_of(self, executable: Executable) -> UpdateInputs | None:
-        """Return the remembered inputs of a program's update; None if there are none."""
+        """Return the remembered inputs of a program's update; None before the first `remember` of the program."""
         return self._held.get(executable)
 
     def remember(self, executable: Executable, held: UpdateInputs) -> None:
@@ -93,7 +92,7 @@ def _parameters_of(groups: Any) -> chain[Any]:
 
 
 def _tensors_in(state: Any) -> chain[Any]:
-    """Return the items of each parameter's state, flattened: a name such as "exp_avg", its value, the next name, ..."""
+    """Flatten the items of each parameter's state: a name such as "exp_avg", its value, the next name, ..."""
     return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
 
 

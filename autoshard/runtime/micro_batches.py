@@ -98,12 +98,7 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
     """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
     If the model branches on values, micro-batches may have different programs. The result is then the program that
-    takes the same branches as the whole batch.
-
-    Args:
-        sharded: the module.
-        parts: the arguments of each micro-batch.
-        find: finds the program for a micro-batch; called once for each.
+    takes the same branches as the whole batch. `find` is called once for each micro-batch.
 
     Raises:
         NotAvailableError: no micro-batch is known to take the branches of the whole batch.
@@ -130,10 +125,7 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
 def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
     """Return the weight of each micro-batch's loss in the loss of the batch.
 
-    Args:
-        sharded: the module.
-        compiled: the program of a micro-batch.
-        parts: the arguments of each micro-batch.
+    `compiled` is the program of a micro-batch, and `parts` are the arguments of each.
 
     Raises:
         NotAvailableError: the loss is not a weighted sum over micro-batches.
@@ -146,7 +138,7 @@ def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequenc
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return the weighted loss of a micro-batch; zero, without a gradient, if its weight is zero."""
+    """Return the weighted loss of a micro-batch, or zero without a gradient if its weight is zero."""
     return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
 
@@ -156,7 +148,7 @@ def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
-    """Return a function that reads an input of a micro-batch, or a buffer of the model, as a whole tensor."""
+    """It reads an input of a micro-batch, or a buffer of the model, as a whole tensor."""
     calls = [FlatCall.of(*part).tensors for part in parts]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:

@@ -43,11 +43,7 @@ def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """Return the reduced form of a DTensor for pickle; see `object.__reduce_ex__`.
-
-    Raises:
-        NotAvailableError: this rank does not hold the tensor whole.
-    """
+    """Pickle a DTensor, or raise `NotAvailableError` if it is ours and this rank does not hold it whole."""
     is_copied = sys._getframe(1).f_code is copy.copy.__code__
     if is_copied or tensor.device_mesh not in _OURS:
         return _as_torch_does(tensor)
@@ -68,7 +64,6 @@ def _reduced(tensor: DTensor) -> Any:
 
 
 def _is_whole(tensor: DTensor) -> bool:
-    """Whether this rank holds all of a tensor."""
     mesh = tensor.device_mesh
     pairs = zip(tensor.placements, mesh.shape, strict=True)
     return all(it.is_replicate() or size == 1 for it, size in pairs)

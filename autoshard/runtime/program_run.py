@@ -36,8 +36,6 @@ class StageRun:
     """A stage that this process runs, in one call.
 
     Args:
-        number: the stage's position in the pipeline.
-        program: the stage's program.
         hoisted: local values computed once for all micro-batches; None before the first micro-batch.
         saved: local values that a forward saves for its backward, by micro-batch.
         for_second_half: local values that the first half of a split backward saves for the second half, by micro-batch.
@@ -56,25 +54,17 @@ class StageRun:
     owned: Sequence[bool] | None = None
 
     def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Run a backward, add its gradients to the sums, and return the gradients for other stages.
-
-        Args:
-            values: the values saved by the forward, then the local tangents; emptied.
-        """
+        """Run a backward on saved values and local tangents (emptied); return the gradients for other stages."""
         sent, gradients = self.program.run_backward_on(values, self._take_sums())
         self.add(gradients, self.program.owned_gradients)
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
-        """Run the second half of a split backward, and add its gradients to the sums.
-
-        Args:
-            values: the values that the first half saved; emptied.
-        """
+        """Run the second half of a split backward on the values of the first half, which are emptied."""
         self.add(*self.program.run_second_half(values, self._take_sums()))
 
     def _take_sums(self) -> list[LocalValue] | None:
-        """Return the sums for a backward that adds to them, without keeping them, so that each sum can be freed.
+        """Take the sums for a backward that adds to them, so that each sum can be freed.
 
         None before the first backward, and if the engine adds afterwards.
         """
@@ -116,10 +106,7 @@ class ProgramRun:
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Get the inputs of the first micro-batch, and begin to exchange messages.
-
-        Getting the inputs waits until ranks have agreed on the call.
-        """
+        """Get the inputs of the first micro-batch, once ranks have agreed on the call, and begin messages."""
         self._inputs_left[0] = self.inputs(0)
         self.messages.begin(self.table, self.weights)
 
@@ -153,7 +140,7 @@ class ProgramRun:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
-        """Whether a task is left out: a backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
+        """A backward of a micro-batch of weight zero is left out, because its gradient may be 0 / 0."""
         return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
@@ -172,10 +159,7 @@ class ProgramRun:
         self.take(program, results, micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """Return a stage's inputs of a micro-batch.
-
-        The first stage that asks gets the inputs of all stages, so that micro-batches draw random numbers in order.
-        """
+        """The first stage that asks gets all stages' inputs, so that micro-batches draw random numbers in order."""
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -186,10 +170,7 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run forward and backward as a CUDA graph; return the outputs and the gradients.
-
-        The results are copied if needed, because they are valid only until the graph's next call.
-        """
+        """Copy results if needed, because they are valid only until the graph's next call."""
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -210,14 +191,11 @@ class ProgramRun:
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
-        """Return the local gradients of outputs that a backward takes, in the order of `Executable.tangents`."""
+        """In the order of `Executable.tangents`."""
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """Return the local gradient of one output: from a later stage, or else made here.
-
-        The gradient of the loss is the micro-batch's weight; the gradients of other outputs are zero.
-        """
+        """From a later stage, or else made here: the loss has the micro-batch's weight, other outputs have zero."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

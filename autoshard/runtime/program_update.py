@@ -22,7 +22,7 @@ from autoshard.runtime.engine import Engine, Loaded, LocalValue, Reader
 
 @dataclass(frozen=True, eq=False)
 class ProgramUpdate:
-    """The update of one program.
+    """The update of one program: of one rank, or of one rank of a pipeline stage.
 
     Args:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
@@ -70,11 +70,8 @@ class ProgramUpdate:
     ) -> None:
         """Update the user's parameters and state in place.
 
-        Args:
-            carried: see `run_squares`; emptied.
-            held: see `run_squares`.
-            kept: values from `run_squares`.
-            squares: the sum of squares over all stages; None if stages do not clip.
+        `kept` are the values from `run_squares`, `squares` is the sum of squares over all stages, or None if stages do
+        not clip. The other arguments are those of `run_squares`; `carried` is emptied.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
@@ -89,7 +86,7 @@ class ProgramUpdate:
 
     @cached_property
     def _squares(self) -> int | None:
-        """The position of the sum of squares among the results; None if the update does not return it."""
+        """Position among the results; None if the update does not return a sum of squares."""
         kinds = [slot.slot.kind for slot in self.writes]
         return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
 

@@ -46,9 +46,6 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
     * `wait(all_reduce(x))` on three ranks or more → `_joined(wait(all_gather(_reduce(wait(all_to_all(_rows(x)))))))`,
       with the all-gather issued midway; a small `x` is gathered whole and reduced at once.
 
-    Args:
-        graph_module: the graph.
-        mesh: its mesh.
         of_gloo: whether Gloo runs the collectives; with other backends, only narrowed gradients are rewritten.
     """
     rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
@@ -73,7 +70,6 @@ class _Rewriter:
         self._midway: dict[fx.Node, list[Callable[[], None]]] = {}
 
     def rewritten(self) -> fx.Graph:
-        """Copy all nodes, and return the new graph."""
         for node in self._nodes:
             self._copies[node] = self._copy(node)
             for issue in self._midway.get(node, ()):
@@ -157,7 +153,7 @@ def _shape_of(value: Tensor) -> torch.Size:
 
 
 def _shape_of_piece(value: Tensor, size: int) -> torch.Size:
-    """Return the shape of one of `size` pieces of a tensor along dim 0."""
+    """One of `size` pieces along dim 0."""
     return torch.Size((value.shape[0] // size, *value.shape[1:]))
 
 
@@ -166,14 +162,14 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _rows(value: Tensor, size: int) -> Tensor:
-    """Return the elements of `value` in `size` rows of equal length; zeros fill up the last row."""
+    """Zeros fill up the last row."""
     flat = value.reshape(-1)
     missing = -flat.numel() % size
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
 
 
 def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -> Tensor:
-    """Reduce the `size` pieces of `received`, one from each rank, in rank order; return the result with `shape`."""
+    """Reduce the `size` pieces of `received`, one from each rank, in rank order."""
     pieces = received.view(size, -1).unbind(0)
     if reduction == "avg":
         return (combine(Reduction.SUM, pieces) / size).view(shape)
@@ -181,6 +177,6 @@ def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -
 
 
 def _joined(gathered: Tensor, shape: torch.Size) -> Tensor:
-    """Return the tensor of shape `shape` that has the first elements of `gathered`; the rest is padding."""
+    """The rest of `gathered` is padding."""
     count = shape.numel()
     return (gathered if gathered.numel() == count else gathered[:count].contiguous()).view(shape)

@@ -31,11 +31,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
-    """Let `parameter` forward to `successor` from now on.
-
-    Raises:
-        TraceError: Python cannot change the class of `parameter`.
-    """
+    """Let `parameter` forward to `successor` from now on. Raise `TraceError` if Python cannot change its class."""
     try:
         parameter.__class__ = ReplacedParameter
     except TypeError as error:

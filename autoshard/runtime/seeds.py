@@ -66,7 +66,7 @@ class SeedSequence:
         return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
-        """Continue from a result of `state`."""
+        """Continue from a saved result of `state`, independent of torch's seed."""
         base, count = state.tolist()
         self.base, self.count, self._is_loaded = base & _MASK, count, True
         self._left = Mark.now()
@@ -93,7 +93,7 @@ class SeedSequence:
         return seed
 
     def _remember_state(self) -> None:
-        """Remember the present place in the sequence for the present state of torch's generator."""
+        """The oldest of more than `_KNOWN` states is forgotten."""
         self._left = Mark.now()
         self._known.pop(self._left, None)
         self._known[self._left] = self.base, self.count
@@ -135,10 +135,7 @@ def _loaded(state: torch.Tensor) -> SeedSequence:
 
 
 def seed_of_weights(seed: int) -> int:
-    """Return the seed for initialisers of weights from a user's seed. It is unrelated to the seeds of calls.
-
-    It fits in an int64.
-    """
+    """Return the seed, which fits in an int64, for initialisers of weights. It is unrelated to the seeds of calls."""
     return _mix(_mix(seed ^ _WEIGHTS)) >> 1
 
 
@@ -147,10 +144,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """Mix the bits of a 64-bit number, by SplitMix64's output function (Steele, Lea, Flood 2014, figure 18).
-
-    Neighbouring numbers give unrelated results.
-    """
+    """SplitMix64's output function (Steele, Lea, Flood 2014, figure 18). Near numbers give unrelated results."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

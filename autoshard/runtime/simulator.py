@@ -48,7 +48,6 @@ def simulate(
         program: a lowered program, or the graph of a program without attributes; `autoshard.ir.communicators` names
             the groups of its collectives.
         mesh: the mesh.
-        inputs: for each placeholder, the value of each rank. Give the same object to ranks that hold copies.
         on_values: called after each node, for example to compare values.
 
     Returns:
@@ -131,10 +130,7 @@ class _SimulatedRun:
         return node.target(*args, **kwargs)
 
     def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
-        """Run a collective; return each rank's result.
-
-        A collective's first argument is its operand, and its last argument is the name of its group.
-        """
+        """A collective's first argument is its operand, and its last argument is the name of its group."""
         if node.target is _c10d.wait_tensor.default:
             return [args[0] for args, _ in operands]
         collective = _COLLECTIVES.get(node.target)
@@ -150,7 +146,7 @@ class _SimulatedRun:
         return results
 
     def _exchange(self, node: fx.Node, arguments: Sequence[_Arguments]) -> list[Any]:
-        """Run one of our operators that communicate inside (`EXCHANGING`); return each rank's result."""
+        """Run one of our operators that communicate inside (`EXCHANGING`)."""
         steps_of = EXCHANGING[cast(OpOverload, node.target)]
         results: list[Any] = [None] * self.mesh.size
         for group in self._groups(node):
@@ -177,7 +173,7 @@ def _is_collective(target: Any) -> bool:
 
 
 def _reads_rank(node: fx.Node) -> bool:
-    """Whether a node's result may depend on the rank by `axis_index`: true for Python functions except arithmetic."""
+    """Python functions, except arithmetic, may read `axis_index`."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
@@ -188,15 +184,12 @@ def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int)
 
 
 def _identity(value: Any) -> Any:
-    """Return a key for a value: equal numbers share a key, and any other object has its own key."""
+    """Equal numbers share a key; any other object has a key of its own."""
     return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node, the values to free after it, because no later node reads them.
-
-    A node that no node reads is freed after itself.
-    """
+    """For each node, the values to free after it, which no later node reads, itself if no node reads it."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -242,7 +235,7 @@ def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor
 
 
 def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """Return the coalesced form of a collective, which takes a list of operands per rank."""
+    """The coalesced form takes a list of operands per rank."""
 
     def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
         by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]

@@ -44,12 +44,7 @@ class VaryingNumbers:
     conditions: tuple[Condition, ...] = ()
 
     def guards(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Return the guards after a trace, with conditions in place of the values of watched numbers.
-
-        Args:
-            use: the Python values that the trace read.
-            registered: the parameters and buffers of the model.
-        """
+        """Return the guards after a trace that read `use`, with conditions on watched numbers in place of values."""
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:
@@ -87,10 +82,7 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """Trace the call with watched numbers, and return the conditions on them.
-
-    Return None if the trace fails or gives another program, or if it needs the numbers' values.
-    """
+    """None if the trace fails, gives another program than `expected`, or needs the numbers' values."""
     if not attributes:
         return ()
     try:
@@ -102,7 +94,7 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 
 
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
-    """Yield the attributes not in `known` that have at least three values, in the remembered states and now."""
+    """Attributes not in `known` that have at least three values, in the remembered states and now."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
     for guard in (item for state in states if not state.of_another for item in state.attribute_guards):
         now = vars(guard.holder)

@@ -43,7 +43,6 @@ class ControlChannel:
     """Exchanges messages among `ranks`, in turns. This process has one of the ranks.
 
     Args:
-        ranks: the ranks of the processes, in order.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -109,7 +108,7 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """Return a rank's message: its `first` part, which begins with the number of parts, and the stored parts."""
+        """Join the message from its `first` part, which begins with the number of parts, and the parts in the store."""
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))
@@ -129,10 +128,7 @@ class ControlChannel:
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Wait up to `_slice_s` seconds for a key of the store; return whether it exists.
-
-        The store's own wait would log a line for each time-out.
-        """
+        """Wait up to `_slice_s` seconds for a key. The store's own wait would log a line for each time-out."""
         end, pause_s = time.monotonic() + self._slice_s, _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= end:
@@ -165,7 +161,7 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's message of a turn that all ranks have read."""
+        """All ranks have read this rank's message of the turn."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")
@@ -174,10 +170,9 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """Return the run's store for the next channel of `ranks`. A prefix keeps the channel's keys apart from other keys.
+    """Return the run's store, with a prefix that counts the channels of `ranks`, so that keys of two channels differ.
 
-    The prefix has the number of channels that this rank has made for `ranks`. All ranks make their channels in the same
-    order, so they get equal prefixes.
+    All ranks make their channels in the same order, so they get equal prefixes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"

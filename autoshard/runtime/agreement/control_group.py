@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PieceFact:
-    """The name of a fact that is compared only among the ranks that hold the same piece of a tensor.
+    """A fact that is compared only among the ranks that hold the same piece of a tensor.
 
     Args:
         name: the fact's name in error messages.
@@ -38,7 +38,6 @@ class PieceFact:
     place: str
 
     def __str__(self) -> str:
-        """Return the name for error messages."""
         return self.name
 
 
@@ -48,7 +47,7 @@ Facts = Mapping[str | PieceFact, str]
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The message of a rank that raised an error of its own."""
+    """Stands for the value of a rank that raised an error of its own."""
 
     error: str
 
@@ -57,7 +56,6 @@ class ControlGroup:
     """Ranks that compare and share small Python values before they run programs.
 
     Args:
-        ranks: the ranks of the processes, this process among them.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -157,7 +155,7 @@ class ControlGroup:
         return everyone
 
     def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
-        """Return a text of the ranks that hold each value of a fact: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        """For example `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
             if name in theirs or not isinstance(name, PieceFact):
@@ -173,8 +171,5 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """Return the values of a fact, in the order of ranks.
-
-    A rank that lacks the fact gives None; if the name is a `PieceFact`, the rank is left out.
-    """
+    """A rank that lacks the fact gives None. If the name is a `PieceFact`, the rank is left out."""
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

@@ -107,27 +107,24 @@ class ParameterWatch:
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """Return the number of ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
+        """How many ranks hold the same piece. Only the ranks of one stage hold a parameter."""
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
 
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
-        """Return the name of the tensor group whose turn it is, and a few elements of each of its tensors, joined."""
+        """The name of the tensor group whose turn it is, and a few elements of each of its tensors, joined."""
         place, rows = self._groups[turn % len(self._groups)]
         first = self._first_element(turn)
         return place, torch.cat([row.elements(first) for row in rows])
 
     def _first_element(self, turn: int) -> int:
-        """Return the index of the first element to read at a turn. An index beyond a tensor's size wraps around.
-
-        The index moves on when each group has had its turn once.
-        """
+        """The index moves on when each group has had its turn. An index beyond a tensor's size wraps around."""
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
-        """Yield groups of at most `_AT_ONCE` tensors that other ranks hold too, each group with a name.
+        """Yield named groups of at most `_AT_ONCE` tensors that other ranks hold too.
 
         The tensors of a group agree in stage, device, dtype, and the part of the whole tensor that this rank holds.
         """
@@ -148,10 +145,7 @@ class ParameterWatch:
 
 
 class _WatchedPart:
-    """This rank's piece of a tensor, of which a few elements can be read.
-
-    It keeps a flat view of the piece. A DTensor's view is reused while its local tensor is the same object.
-    """
+    """A flat view of this rank's piece of a tensor, reused while a DTensor has the same local tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"
@@ -162,13 +156,13 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, first: int) -> torch.Tensor:
-        """Return at most `_ELEMENTS` elements from index `first` on; the index wraps around."""
+        """At most `_ELEMENTS` elements from index `first` on; the index wraps around."""
         self._refresh_view()
         start, count = self._part(first)
         return self._flat.narrow(0, start, count)
 
     def memory(self, first: int) -> Any:
-        """Return the bytes of `elements(first)`, for a tensor on the CPU."""
+        """The bytes of `elements(first)`, for a tensor on the CPU."""
         self._refresh_view()
         start, count = self._part(first)
         size = self._flat.itemsize
@@ -179,10 +173,7 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (first % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _refresh_view(self) -> None:
-        """Make the flat view again, unless it is the view of a DTensor with the same local tensor.
-
-        A plain tensor may get new memory and stay the same object.
-        """
+        """A plain tensor may get new memory and stay the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

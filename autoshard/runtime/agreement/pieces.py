@@ -34,7 +34,7 @@ class TensorPiece:
 
 
 def piece_of(tensor: torch.Tensor) -> TensorPiece:
-    """Return this rank's piece of a tensor. A plain tensor is the same on all ranks."""
+    """Return this rank's piece of a tensor. A plain tensor is its own piece, as every rank holds it whole."""
     if not isinstance(tensor, DTensor):
         return TensorPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()
@@ -43,12 +43,10 @@ def piece_of(tensor: torch.Tensor) -> TensorPiece:
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
-    """Return the number of ranks that hold the same piece of a tensor. All ranks hold a plain tensor whole.
+    """Return the number of ranks that hold the same piece of a tensor: all `ranks` for a plain tensor.
 
-    Args:
-        tensor: the tensor.
-        ranks: the number of ranks that hold a piece of the tensor. For an input, this is the number of ranks in all
-            pipeline stages, because each stage has a copy of the input.
+    `ranks` counts the ranks that hold a piece of the tensor. For an input, these are the ranks of all pipeline stages,
+    because each stage has a copy of the input.
     """
     parts = [tensor.device_mesh.size(dim) for dim in _cut_dims(tensor)] if isinstance(tensor, DTensor) else []
     return ranks // math.prod(parts)

@@ -79,10 +79,9 @@ class AgreedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
-    """The values that a rank sent about a call.
+    """The values that this rank sent about a call.
 
     Args:
-        call: the call.
         state: whether the call compiles, runs a program or evaluates guards, as text.
         seed: the position in the sequence of seeds, as text.
         values: digests of samples of tensors, by name.
@@ -133,13 +132,7 @@ class StepAgreement:
         return StepAgreement, (self._control, self._check)
 
     def enter(self, key: Hashable, tensors: Mapping[str, torch.Tensor], describe: Callable[[], str]) -> None:
-        """Begin a call.
-
-        Args:
-            key: a value that is equal for calls that may share a program.
-            tensors: the inputs by name; empty if no program is to run.
-            describe: returns a text of the call, for messages.
-        """
+        """Begin a call. The arguments are fields of `AgreedCall`."""
         if self._check is not Check.OFF:
             self.settle()  # finish a call that failed
             self._call = AgreedCall(key, describe, self.describe_hyperparameters(), tensors)
@@ -220,7 +213,7 @@ class StepAgreement:
 
     @property
     def _vectors(self) -> VectorExchange | None:
-        """The fast exchange; None if there is none, or if a rank may work for long at this call."""
+        """None if there is no fast exchange, or if a rank may work for long at this call."""
         return None if self._patience or self._check is not Check.ALWAYS else self._ranks.vectors
 
     def _measure(self, call: AgreedCall, state: str, seed: str) -> _Posted:
@@ -239,18 +232,14 @@ class StepAgreement:
         return _Posted(call, state, seed, values, numbers)
 
     def _collect(self, posted: _Posted) -> list[Row]:
-        """Return the numbers of all ranks, in the order of ranks."""
+        """In the order of ranks."""
         if (vectors := self._vectors) is not None:
             return vectors.collect(partial(_action, posted.call))
         said = self._ranks.channel.exchange(array("q", posted.numbers).tobytes(), _action(posted.call))
         return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
-        """Choose the path of the next calls' numbers: the control channel, or the fast exchange.
-
-        With `is_patient`, the next `_PATIENCE` calls use the control channel. All ranks call this method together with
-        the same argument.
-        """
+        """With `is_patient`, the next `_PATIENCE` calls use the control channel. All ranks must call alike."""
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
         _ = self._vectors
 
@@ -269,7 +258,7 @@ class StepAgreement:
         return True
 
     def _facts(self, posted: _Posted) -> Facts:
-        """Return the facts behind the numbers, for the error message."""
+        """The facts behind the numbers, for the error message."""
         return {
             "call": f"{posted.call.describe()} ({posted.state})",
             "hyperparameters": posted.call.hyperparameters,
@@ -300,11 +289,8 @@ _NEAR = 1e-3
 def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Collection[str]) -> Facts:
     """Return the facts that must be equal on all ranks before they compile: the call, and every element of the model.
 
-    Args:
-        model: the model.
-        signature: the call as text.
-        mesh: the mesh.
-        placed: names of parameters that an earlier program sharded. They are left out, as they were compared then.
+    `signature` is the call as text. Parameters in `placed`, which an earlier program sharded, were compared then, and
+    are left out.
     """
     known = {f"parameter {name!r}" for name in placed}
     return {
@@ -317,11 +303,7 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
 
 
 def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> bool:
-    """Whether two ranks' elements differ by at most a thousandth of the largest element, in each common tensor group.
-
-    Args:
-        one, other: the elements of a rank, by the name of their tensor group; see `ParameterWatch.elements`.
-    """
+    """Whether elements differ by at most a thousandth of the largest, in each tensor group of both ranks."""
     return all(
         max(abs(x - y) for x, y in zip(one[place], other[place], strict=True)) <= _NEAR * max(map(abs, one[place]))
         for place in one.keys() & other.keys()
@@ -344,11 +326,10 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-    """Return one digest of the inputs on each device type of which this rank holds the same piece.
+    """Return digests of the inputs of which other ranks hold the same piece, one per device type and place.
 
-    The key of a digest has the device type as its name, and the coordinates of the piece as its place. Inputs that no
-    other rank holds are left out. A digest covers small inputs whole. For a large input, it covers the sum of its words
-    and a sample of its bytes. Each `turn` samples other bytes.
+    The key's name is the device type. A digest covers small inputs whole. For a large input, it covers the sum of its
+    words and a sample of its bytes, other bytes at each `turn`.
     """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
@@ -364,7 +345,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
 
 
 def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
-    """Return a digest of the set of places in the keys of `values`, and a digest of the values; see `_are_alike`."""
+    """A digest of the set of places in the keys of `values`, and a digest of the values."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 
 
@@ -383,5 +364,5 @@ def _identify(call: AgreedCall, executable: Executable) -> int:
 
 @lru_cache(256)
 def _digest_of_key(key: Hashable) -> int:
-    """Return a digest of a key that is the same in every process. Memory addresses in its text are left out."""
+    """Memory addresses in the key's text are left out, so that the digest is the same in every process."""
     return digest_of_text(re.sub(r" at 0x[0-9a-f]+", "", repr(key)))

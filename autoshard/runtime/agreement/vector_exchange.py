@@ -46,9 +46,7 @@ Row = tuple[int, ...]
 
 
 class VectorExchange:
-    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`.
-
-    All ranks of a channel make this object together, right after a turn of the channel; see `connect`.
+    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`. `connect` makes it on all ranks together.
 
     Args:
         channel: the channel of the ranks, which finds out which rank is lost.
@@ -93,10 +91,7 @@ class VectorExchange:
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
     def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
-        """Raise a `LostRankError`, which is the same on every rank and names the lost ranks.
-
-        If all ranks are running, the error says instead that this rank lost its connection to another rank.
-        """
+        """All ranks raise the same error, which names the lost ranks, or says that only a connection is lost."""
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
         self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)
@@ -107,10 +102,7 @@ class VectorExchange:
 
 
 def connect(channel: ControlChannel) -> VectorExchange | None:
-    """Connect all ranks of a channel by sockets. All ranks must call.
-
-    Return None on every rank if a rank cannot reach another.
-    """
+    """Connect all ranks of a channel by sockets, or return None on every rank if a rank cannot reach another."""
     size, place = len(channel.ranks), channel.ranks.index(channel.rank)
     rounds = range((size - 1).bit_length())
     with _listen() as server:
@@ -144,7 +136,7 @@ def _listen() -> socket.socket:
 
 
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
-    """Return a connection to the rank that receives from this rank in round `number`."""
+    """Connect to the rank that receives from this rank in round `number`."""
     end = socket.create_connection((address, port), _CONNECT_S)
     try:
         end.sendall(token + bytes([number]))
@@ -155,10 +147,7 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """Accept the connections of the ranks that send to this rank; return each socket by the number of its round.
-
-    A connection without the token is closed.
-    """
+    """Accept the ranks that send to this rank, by the number of the round. A connection without the token is closed."""
     found: dict[int, socket.socket] = {}
     end = time.monotonic() + _CONNECT_S
     while len(found) < rounds:
@@ -182,7 +171,7 @@ def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socke
 
 
 def _store_host() -> str:
-    """Return the host of the run's store, which every rank reaches; "localhost" if the store is a file."""
+    """The host of the run's store, which every rank reaches; "localhost" if the store is a file."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     store = world.get_group_store()
@@ -192,7 +181,7 @@ def _store_host() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`; return `host` if it is this machine."""
+    """This machine's address on the route to `host`, or `host` itself if it is this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -204,7 +193,6 @@ def _address_towards(host: str) -> str:
 
 
 def _receive(source: socket.socket, count: int) -> bytes:
-    """Return the next `count` bytes from a socket; wait until all have come."""
     said = b""
     while len(said) < count:
         more = source.recv(count - len(said))
@@ -224,7 +212,7 @@ def _check_was_not_reset(source: socket.socket) -> None:
 
 
 def _reset(ends: Iterable[socket.socket]) -> None:
-    """Close connections with a reset, so that a late rank sees that this rank gave up."""
+    """Close with a reset, so that a late rank sees that this rank gave up."""
     for end in ends:
         with suppress(OSError):  # it is closed
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -232,10 +220,7 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Set a socket to send without delay, and to raise after `timeout_s` of waiting.
-
-    The kernel keeps the time; Python's own timeout would add a system call to each message.
-    """
+    """Send without delay; raise after `timeout_s` of waiting. Python's own timeout would add a system call."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

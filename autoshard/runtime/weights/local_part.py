@@ -29,11 +29,7 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """Return this rank's part of a DTensor; of a plain tensor, the whole.
-
-        Raises:
-            NotAvailableError: the DTensor is partial, or has placements that no parameter of a program has.
-        """
+        """Return this rank's part of a DTensor, or a whole plain tensor. Partial: `NotAvailableError`."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)
@@ -56,11 +52,7 @@ def offset_of(
 ) -> tuple[int, ...]:
     """Return the global index of the first element of a DTensor's shard on a rank.
 
-    Args:
-        shape: the shape of the whole tensor.
-        placements: one per dim of the mesh.
-        sizes: the sizes of the mesh's dims.
-        coordinate: the rank's coordinates on the mesh.
+    `shape` is the shape of the whole tensor. `placements`, `sizes` and `coordinate` have an entry per dim of the mesh.
 
     Example:
         >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))

@@ -48,9 +48,7 @@ class Weights:
             self.engine.place(self.model, specs, self.pipeline_rank_of)
 
     def assign_to_pipeline_ranks(self, staged: StagedProgram) -> None:
-        """Choose the pipeline rank of each parameter: the rank whose stage of `staged` reads it.
-
-        A parameter that no stage has read so far is on pipeline rank 0.
+        """Choose each parameter's pipeline rank: that of its stage in `staged`, or 0 if no stage has read it so far.
 
         Raises:
             NotAvailableError: an earlier program has a parameter on another pipeline rank.
@@ -77,10 +75,7 @@ class Weights:
         check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:
-        """Raise `TraceError`, on every rank, if some weights have no values.
-
-        If only non-persistent buffers lack values, initialise them.
-        """
+        """Raise `TraceError`, on every rank, if weights lack values. Buffers of no state dict are initialised instead."""
         self.unset.refuse_use(self.model, self.engine, partial(self._init, 0, None))
 
     def init(self, seed: int, init_fn: InitFunction | None) -> None:

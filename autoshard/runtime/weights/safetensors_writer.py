@@ -37,20 +37,12 @@ def check_types(tensors: Mapping[str, Unread]) -> None:
 
 
 def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
-    """Return the names of a file's tensors in the order of writing.
-
-    Wide dtypes come first, so that each tensor's offset is a multiple of its dtype's size.
-    """
+    """Return names in the order of writing: wide dtypes first, so that offsets are multiples of dtypes' sizes."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 class SafetensorsWriter:
-    """Writes a file of tensors. Pass the values to `write` block by block, in the order of `in_file_order`.
-
-    Args:
-        path: the file.
-        tensors: shape and dtype of each tensor, by name.
-    """
+    """Writes the file `path`. Pass the values of `tensors` to `write` in blocks, in the order of `in_file_order`."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -72,7 +64,6 @@ class SafetensorsWriter:
             self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsWriter:
-        """Return the writer."""
         return self
 
     def __exit__(

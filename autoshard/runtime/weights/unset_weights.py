@@ -77,8 +77,8 @@ class UnsetWeights:
     def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
         """Raise `TraceError`, on every rank, if a weight of `model` is unset on any rank.
 
-        If only non-persistent buffers are unset, because weights were loaded, call `make` with their names to
-        initialise them.
+        If weights were loaded and only non-persistent buffers are unset, call `make` with their names to initialise
+        them.
         """
         if not self._may_be_some:
             return

@@ -32,10 +32,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that files can hold, by name: parameters and the buffers of the state dict.
-
-    A tied parameter is there under each of its names.
-    """
+    """Return the tensors that files can hold: parameters, under each of their names, and persistent buffers."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -69,12 +66,8 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
     """Return the tensors to write into files, by their names there.
 
-    A tied tensor is written once, under a name from which loading finds its other names.
-
-    Args:
-        model: the model.
-        tensors: its tensors, by name.
-        tied: all names of each tensor.
+    A tied tensor is written once, under a name from which loading finds its other names. `tied` has all names of each
+    tensor.
     """
     if transformers_weights.applies_to(model):
         return transformers_weights.reverted(model, tensors, tied)
