@@ -1,8 +1,9 @@
 """Moves the wait for a collective to the first reader of its result, so that the calls in between overlap with it.
 
 Before → after: `y = wait(all_reduce(x)); z = f(u); v = g(y)` → `c = all_reduce(x); z = f(u); y = wait(c); v = g(y)`.
-Views of the result move with the wait. Calls that depend only on the result, and whose values are only returned, move
-too. So gradients are waited for at the end of the backward.
+Views of the result move with the wait. Calls of one operand, and pointwise calls, move too if they depend only on such
+results and their values are only returned. So gradients are waited for at the end of the backward. Products stay: a
+gradient of a weight is computed at once, and its gathered operands are freed.
 
 Collectives start at their old places, in the same order, with one exception. Gradients may be reduced over one mesh
 axis and then over another. Their second reductions move to the end too, behind the waits for all first reductions, so
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autoshard.graphs.aliases import aliased_operands
@@ -81,10 +83,17 @@ def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Coll
             late[node] = None
         elif node.op == "call_function" and any(operand in late for operand in node.all_input_nodes):
             is_alone = all(operand in late for operand in node.all_input_nodes)
-            may_move = node in returned or (bool(aliased_operands(node)) and not is_collective(node))
+            may_move = _ends_a_reduction(node, returned) or (bool(aliased_operands(node)) and not is_collective(node))
             if is_alone and may_move and node not in staying:
                 late[node] = None
     return late
+
+
+def _ends_a_reduction(node: fx.Node, returned: Collection[fx.Node]) -> bool:
+    """Whether a call is only returned, and turns a reduced value into a result, as a cast or a sum does."""
+    return node in returned and (
+        len(node.all_input_nodes) == 1 or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    )
 
 
 def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:

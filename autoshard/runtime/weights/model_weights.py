@@ -75,7 +75,7 @@ class Weights:
         check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:
-        """Raise `TraceError`, on every rank, if weights lack values. Buffers of no state dict are initialised instead."""
+        """Raise `TraceError`, on every rank, if a weight has no values, but initialise non-persistent buffers."""
         self.unset.refuse_use(self.model, self.engine, partial(self._init, 0, None))
 
     def init(self, seed: int, init_fn: InitFunction | None) -> None:
