@@ -44,7 +44,7 @@ def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def _copy(leaf: Any) -> Any:
-    """Return a copy of a tensor with the same strides; any other object itself."""
+    """Tensors keep their strides; other objects are returned as they are."""
     return (
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         if isinstance(leaf, Tensor)
@@ -88,7 +88,7 @@ class KernelSample:
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes at which the sample is a point of its curve."""
+        """Bytes at which the sample is a point of its throughput curve."""
         return curve_bytes(self.work)
 
     @property
@@ -97,10 +97,7 @@ class KernelSample:
         return f"kernel.{self.name}.{round(self.bytes_moved)}"
 
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
-        """Return the sample's point on its curve (bytes, seconds), given the measured seconds of the call.
-
-        Launches and products that are priced separately are subtracted.
-        """
+        """Return (bytes, seconds) on the curve, without launches and products that are priced separately."""
         return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
 
@@ -115,11 +112,7 @@ _BACKWARD = ("tanh", "sigmoid", "silu", "gelu")
 
 
 def aten_samples(rows: Sequence[int] = ROWS) -> Iterator[KernelSample]:
-    """Yield samples of operators that compute much for each byte, or read with strides.
-
-    Each operator has one sample for each number in `rows`. Operands are float32, with this number of rows of 768
-    elements.
-    """
+    """Yield operators that compute much per byte, or read with strides, on float32 [rows, 768] for all `rows`."""
     aten = torch.ops.aten
     weight, bias = torch.ones(COLUMNS), torch.zeros(COLUMNS)
     for count in rows:

@@ -74,7 +74,7 @@ def communicator_bytes(communicators: int, channels: int | None = None, connecti
 
 
 def context_bytes() -> int:
-    """Bytes of the CUDA context with the kernels that a training step loads."""
+    """Bytes of one process's CUDA context, with the kernels that a training step loads."""
     return int(load("software", "cuda_context").number("context", "B"))
 
 
@@ -83,12 +83,9 @@ def room_bytes(device: Device, axes: int) -> int:
 
         (memory - context - communicators - cuBLAS workspaces) / fragmentation
 
-    On a CPU, values may take all memory of `Device`. On a GPU each axis of the mesh has two communicators: one for
-    values, one for gradients or parameters. Fragmentation is the allocator's memory over the memory of its tensors.
-
-    Args:
-        device: device of the values.
-        axes: number of mesh axes larger than one.
+    On a CPU, values may take all memory of `Device`. On a GPU each of the mesh's `axes` axes larger than one has two
+    communicators: one for values, one for gradients or parameters. Fragmentation is the allocator's memory over the
+    memory of its tensors.
     """
     if not device.dispatch_s:
         return device.memory_bytes

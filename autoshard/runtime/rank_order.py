@@ -46,7 +46,7 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
     * `wait(all_reduce(x))` on three ranks or more → `_joined(wait(all_gather(_reduce(wait(all_to_all(_rows(x)))))))`,
       with the all-gather issued midway; a small `x` is gathered whole and reduced at once.
 
-        of_gloo: whether Gloo runs the collectives; with other backends, only narrowed gradients are rewritten.
+    With `of_gloo` false, only narrowed gradients are rewritten, because another backend runs the collectives.
     """
     rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
     return lazy_module(graph_module, rewriter.rewritten())
