@@ -142,8 +142,7 @@ def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
 
 @operator_cost("aten.bilinear.default")
 def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a bilinear layer: weights [o, i, j] times x1 [..., i], then rows of the result times rows of x2 [..., j].
-    """
+    """Count a bilinear layer: weights [o, i, j] by x1 [..., i], then rows by rows of x2 [..., j]."""
     rows = prod(inputs[0].shape[:-1])
     out, left, right = inputs[2].shape
     return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
