@@ -1,8 +1,7 @@
 """Measure this machine, and fit a `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
 
-Call `calibrate` on all ranks at once, after `init_process_group`. Ranks that share cores then slow each other down, as
-they do in training. Each number is a mean over sustained, back-to-back runs (including time slices lost to a
-neighbour), averaged over the ranks. Without a process group a single rank is measured.
+Call `calibrate` on all ranks at once, after `init_process_group`; without a process group, one rank is measured. Each
+number is a mean over sustained, back-to-back runs, averaged over the ranks, which slow each other down as in training.
 
 Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
 that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of

@@ -1,8 +1,8 @@
 """FLOPs and bytes of operators, in one table by operator name ("aten.mm.default"); shapes are those on a rank.
 
 Operands and results are each moved once, with three corrections: views move nothing, factories read nothing, and
-lookups read only the returned rows. An operator without an entry counts as bound by the memory of its operands and
-results. This does not hold for contractions, so an operator that sounds like a contraction and has no entry raises.
+lookups read only the returned rows. An operator without an entry counts as memory-bound, unless it sounds like a
+contraction, which raises.
 """
 
 from __future__ import annotations

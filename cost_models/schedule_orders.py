@@ -10,14 +10,11 @@ two: I for the stage's input, W for its weights. The previous stage waits for I;
   micro-batches.
 * LoopedBFS (Lamy-Poirier 2022) runs all micro-batches of a stage before the next stage.
 * InterleavedZeroBubble (Qi et al. 2023, ZB-H1) is Interleaved1F1B with I as early as possible, and W in the bubble.
-* ZBVZeroBubble (Qi et al. 2023, section 6) has two stages a rank, laid out as a V. So the first rank also has the last
-  stage.
+* ZBVZeroBubble (Qi et al. 2023, section 6) has two stages a rank, in a V: on ranks 0 to p - 1, then back.
 * DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form) has the same V. In its middle, F and B run as one.
 
-In a looped schedule, stage s is on rank s mod p. The stages of a V are on ranks 0 to p - 1, then back to rank 0.
-
-To add a schedule, write a function that takes a shape and a rank and returns rows, and add a `Schedule` to `SCHEDULES`.
-Recipes, the search, prices, proofs and runs read all properties of a schedule there.
+In a looped schedule, stage s is on rank s mod p. To add a schedule, write a function from a shape and a rank to rows,
+and add a `Schedule` to `SCHEDULES`. All other code reads the properties of schedules there.
 """
 
 from __future__ import annotations

@@ -5,20 +5,17 @@ program order. Computation runs on one stream, one operation after the other. A 
 links:
 
 * It starts when its operands are computed and its stream is free. Each stream runs its operations in order of issue.
-* Only the operations that read its result wait for it. A barrier segment and the end of the step wait for all
-  communication.
-* Communication that needs no result of the step is issued early, `prefetch` segments ahead, at the start of that
-  segment. FSDP gathers parameters in this way (Zhao et al. 2023).
+* Only the operations that read its result wait for it, and barrier segments and the end of the step.
+* Communication that needs no result of the step is issued early, `prefetch` segments ahead, as in FSDP (Zhao et al.
+  2023).
 * While any communication runs, computation takes (1 + slowdown) times as long, because both use the same processors and
   memory.
-* The host issues operations in program order, `dispatch_s` apart, ahead of the device. No operation starts before its
-  issue.
+* The host issues operations in program order, `dispatch_s` apart, ahead of the device.
 
-Without overlap, each communication runs at its place in the program, and everything waits for it. The time of the step
-is then the sum over operations.
+Without overlap, each communication runs at its place in the program, and everything waits for it.
 
 Repeated segments are compressed once: neighbouring computations between which no communication is awaited or started
-become one operation. So the simulation costs a few events for each communication, however many operations there are.
+become one operation.
 """
 
 from __future__ import annotations

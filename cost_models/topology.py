@@ -1,11 +1,9 @@
 """Links, the wiring of devices, and the links of a group of ranks.
 
 Links have three levels. Devices of a node share a fabric (`intra`), nodes share a network (`inter`), and pods of nodes
-share a spine that may be oversubscribed. A group has per_node members in each of several nodes. All groups along an
-axis communicate at once (SPMD), so each member has its own share of each level. The group's network bandwidth at a node
-is per_node times the share of one device, never the whole node's bandwidth. If devices are connected without a switch,
-the bandwidth of a group is that of its narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al.
-2024, "ForestColl", section 3).
+share a spine that may be oversubscribed. All groups along an axis communicate at once (SPMD). So a group's bandwidth
+at a node is its members there times the share of one device. Without a switch, it is the bandwidth of the group's
+narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al. 2024, "ForestColl", section 3).
 """
 
 from __future__ import annotations

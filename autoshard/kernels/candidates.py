@@ -1,8 +1,7 @@
 """Launch configurations that tuning tries for a kernel: the default block sizes and warps, and their neighbours.
 
 The kernel's launcher computes the default from the operands' shapes. A neighbour has one block size, or the number of
-warps, doubled or halved. It may also have both doubled or both halved, so that each thread keeps its work. Block sizes
-that are not in `TUNABLE` cover a whole row or head, or determine the operands' layout.
+warps, doubled or halved, or both. Other block sizes than those of `TUNABLE` cover a row or head, or set a layout.
 """
 
 from __future__ import annotations

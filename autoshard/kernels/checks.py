@@ -1,8 +1,7 @@
 """`autoshard::checked`: return a copy of a value, after a check of another value has passed.
 
-A model may assert values (`torch._assert_async`), and torch's linear algebra may fail (`torch.linalg.cholesky` of a
-matrix that is not positive definite). On one device, both raise an error. Every call of a program needs a result. So
-the check is part of a call that copies one of the program's results.
+`torch._assert_async` and `torch.linalg.cholesky` must raise as on one device. Every call of a program needs a result,
+so the check is part of a call that copies one of the program's results.
 """
 
 from __future__ import annotations

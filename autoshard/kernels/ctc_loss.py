@@ -1,11 +1,8 @@
 """`autoshard::ctc_loss` and its backward: the loss of each sequence by connectionist temporal classification.
 
-A sequence of T distributions over C symbols gives a target with some probability, summed over all alignments with
-blanks. The loss is the negative log of this probability (Graves et al., "Connectionist Temporal Classification", ICML
-2006). torch's operators compute it.
-
-The table `log_alpha` is as wide as for the longest possible target. So its size follows from the operands' shapes. In
-torch the size depends on the lengths of the targets.
+The loss is the negative log of a target's probability, summed over all alignments with blanks (Graves et al.,
+"Connectionist Temporal Classification", ICML 2006). Unlike in torch, the table `log_alpha` is as wide as for the
+longest possible target, so that its size follows from the operands' shapes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Operators that exchange rows between ranks while they run. The number of rows may depend on the operands' values.
 
 Such an operator is written as *steps*: a generator that yields an `Exchange` for each communication and receives the
-arrived rows. With one process per rank, `run_steps` runs an all-to-all for each exchange. The simulator runs the steps
-of all ranks of a group in one process (`run_together`). Operands and results have static shapes. The number of
-exchanged rows may depend on values.
+arrived rows. `run_steps` runs them with one process per rank, `run_together` for all ranks in the simulator. Operands
+and results have static shapes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """`autoshard::exchanged_experts` and its backward: expert parallelism, in which ranks exchange tokens by all-to-alls.
 
-Lepikhin et al., "GShard" (2020), section 3.2, without capacities. Each rank of the group holds other tokens and other
-experts. The first experts are on the first rank. A rank sends each token to the ranks of its experts, once for each
-expert, and receives the experts' results. Ranks first exchange the numbers of rows, so no row is dropped or padded. The
-host needs these numbers to start the all-to-alls. So on an accelerator it waits for them once in each call.
+Lepikhin et al., "GShard" (2020), section 3.2, without capacities. A rank sends each token to the ranks of its experts,
+once for each expert, and receives the experts' results. The first experts are on the first rank. Ranks first exchange
+the numbers of rows, so no row is dropped or padded. The host waits for these numbers once in each call.
 
 Operands and results are those of `autoshard::experts`, for a rank's own tokens and its own experts. `index` counts
 experts over the whole group, and `experts` is their number in the whole group.
 
-`exchanged_experts_keeping` also returns values that the backward would otherwise receive and compute a second time.
-They are the R rows that arrived [R, H], and u [R, g I], the rows' products with `gate_up`. Both are sorted by expert.
-The third value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory.
-`exchanged_experts_kept_backward` takes these values. R depends on the routers' choices. Fake tensors have the mean R.
+`exchanged_experts_keeping` also returns values that spare `exchanged_experts_kept_backward` an exchange and a product.
+They are the R rows that arrived [R, H], and their products u with `gate_up` [R, g I], both sorted by expert. The third
+value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory. R depends on the
+routers' choices. Fake tensors have the mean R.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`autoshard::experts` and its backward: a mixture-of-experts layer without its router.
 
-Each token passes its chosen experts, and the operator returns the weighted sum of their results. It is equation 1 of
-Shazeer et al., "Outrageously large neural networks" (2017). Tokens are sorted by expert, and each matrix product is a
-grouped product, so no token is dropped or padded (Gale et al., "MegaBlocks", 2022).
+The operator returns the weighted sum of the results of each token's experts, equation 1 of Shazeer et al.,
+"Outrageously large neural networks" (2017). Tokens are sorted by expert for grouped products, so no token is dropped or
+padded (Gale et al., "MegaBlocks", 2022).
 
 Shapes: T tokens, k experts for each token, H hidden size, E experts, I intermediate size. With a gate, the first
 product has g = 2 halves. Without a gate, g is 1. For token t, j in 1 .. k and e = index[t, j]:
@@ -11,10 +11,7 @@ product has g = 2 halves. Without a gate, g is 1. For token t, j in 1 .. k and e
     out_t = sum_j weights[t, j] gate(u) B_e
 
 An index outside 0 .. E - 1 stands for no expert, and adds nothing. So a rank that holds some of the experts subtracts
-the number of its first expert from the index. The sum of the ranks' results is the whole result.
-
-The backward computes u a second time, so only the operands are saved for it. If ranks exchange tokens,
-`exchanged_experts_keeping` also saves the rows that arrived and u.
+the number of its first expert from the index, and the ranks' results sum up. The backward computes u a second time.
 """
 
 from __future__ import annotations

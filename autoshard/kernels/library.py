@@ -1,12 +1,10 @@
 """The torch library "autoshard", and functions that define its operators.
 
-An operator has a schema, an implementation in plain PyTorch that runs on every backend, and a function that makes empty
-results for fake tensors. An operator is opaque to tracing (`CompositeExplicitAutograd`) and functional. No result
-aliases an operand.
+An operator is opaque to tracing (`CompositeExplicitAutograd`) and functional: no result aliases an operand. Its
+implementation in plain PyTorch runs on every backend.
 
-The derivative of an operator is another opaque operator, which itself has no derivative. A second derivative uses the
-*composite* of the operator. The composite computes the same results with small operators, which torch can
-differentiate any number of times.
+The derivative of an operator is another opaque operator, without a derivative. A second derivative uses the
+*composite*: the same results by small operators, which torch can differentiate any number of times.
 """
 
 from __future__ import annotations

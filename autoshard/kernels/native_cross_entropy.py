@@ -1,14 +1,12 @@
 """The native operators of cross-entropy, with whole and with split vocabulary, and their backwards.
 
 They take the arguments of the semantic operators. On a GPU they run Triton kernels (`triton_cross_entropy.py`,
-`triton_split_cross_entropy.py`), which read the logits once, and write their gradient once. On other devices, and for
-unsupported dtypes, torch's kernels run on one block of rows after another. On a CPU, a block fits into a core's cache,
-so no probabilities are written to memory.
+`triton_split_cross_entropy.py`). Elsewhere, and for unsupported dtypes, torch's kernels run on one block of rows after
+another. On a CPU, a block fits into a core's cache.
 
 In a block, `aten._log_softmax` gives the loss. The log-sum-exp is the greatest logit of a row minus its greatest
 log-probability. For the backward, let q be the target distribution (1 - e at the target, plus e / C everywhere) and g
-the gradient of the row's loss. Then `aten._log_softmax_backward_data` of -g q is g (softmax(x) - q), in one pass. Over
-a split vocabulary (`split_cross_entropy.py`), a block is computed by definition.
+the gradient of the row's loss. Then `aten._log_softmax_backward_data` of -g q is g (softmax(x) - q), in one pass.
 """
 
 from __future__ import annotations

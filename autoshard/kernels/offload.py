@@ -1,7 +1,7 @@
 """`autoshard::to_host` and `autoshard::from_host`: move a value from its device to the host's memory, and back.
 
-On an accelerator, the copies use pinned memory and are queued on the current stream. Later operators of this stream
-wait for them, but the host does not. On a CPU, each operator only makes a copy.
+On an accelerator, the copies use pinned memory and the current stream, and the host does not wait for them. On a CPU,
+each operator only makes a copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Operators that update one parameter as an optimizer does: SGD, SGD with momentum, Adam and AMSGrad.
 
-Each operator takes the parameter, its gradient and its state, and returns the new parameter and state. It runs the
-function of torch's own optimizer (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`). So a traced update has torch's
-arithmetic in torch's order, and uses torch's fused kernels if they take the tensors. `IN_PLACE` maps each operator to
-an operator that overwrites its operands. `MANY` maps the latter to an operator that updates many parameters in a call.
+Each operator maps the parameter, its gradient and its state to the new parameter and state. It calls the function of
+torch's own optimizer (`torch.optim.adam.adam`), fused if possible. `IN_PLACE` maps each operator to an operator that
+overwrites its operands. `MANY` maps the latter to an operator that updates many parameters in a call.
 
 Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers can change them without another trace:
 

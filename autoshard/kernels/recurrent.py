@@ -6,9 +6,8 @@
   product, as in cuDNN.
 * RNN: Elman, "Finding structure in time" (1990).
 
-The product of the input with its weights does not depend on the state. So the caller computes it for all steps at once
-(Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs", 2016). It is an ordinary matrix
-product, which can be sharded. FlashRNN (Poeppel et al. 2024) has the same operands.
+The caller computes the product of the input with its weights for all steps at once, as an ordinary matrix product.
+Source: Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs" (2016).
 
 Shapes: B batch, T time, H hidden, P output size. P is H, or less with a projection. The operand `inputs` at step t is
 x_t [B, gates H], the product of the input with its weights. The state before the step is h' and c'.

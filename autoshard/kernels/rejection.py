@@ -1,8 +1,7 @@
 """`autoshard::poisson`, `binomial` and `gamma`: random numbers of distributions whose parameters are tensors.
 
-Each element draws numbers until the algorithm accepts one. Philox (`philox.py`) gives each element its own blocks of
-random words, and each attempt uses other blocks. So the attempts of one element do not change the numbers of another
-element. Arithmetic is float64. Parameters that are out of range give NaN.
+Each element draws numbers until the algorithm accepts one. Each attempt of each element uses Philox blocks of its own,
+so attempts of one element do not change another element. Arithmetic is float64. Parameters out of range give NaN.
 
 Poisson and binomial numbers with a mean below 10 are drawn by inversion with sequential search. The other algorithms:
 

@@ -4,9 +4,8 @@
     backward:  dx = dresidual = residual_grad + gradient of total through the norm
 
 In a pre-norm block, `total` is the residual of the next block, and residual_grad is its gradient from there. The
-kernels are those of `triton_norm.py`. They replace an addition and a norm. The norm is an operator of torch such as
-`aten::_fused_rms_norm`, or the RMS norm of transformers. The latter has the calls pow, mean, rsqrt and mul in float32,
-with casts of narrower dtypes before and after.
+kernels are those of `triton_norm.py`. They replace an addition and a norm, which is torch's or the RMS norm of
+transformers. The latter has pow, mean, rsqrt and mul in float32, with casts of narrower dtypes before and after.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     total = x + x_bias + residual,  out = norm(total)
 
-x is the matrix product of a linear layer with the bias x_bias. With tensor parallelism, the additions follow the
-reduce-scatter or all-reduce of x. Then one kernel computes all from the collective's result to the next layer's input.
-The kernel is that of `triton_norm.py`. The backward is that of `triton_add_norm.py`, because the gradient of x_bias is
-the sum of the residual's gradient over rows.
+x is the matrix product of a linear layer with the bias x_bias, after its reduce-scatter or all-reduce under tensor
+parallelism. The kernel is that of `triton_norm.py`. The backward is that of `triton_add_norm.py`, because the gradient
+of x_bias is the sum of the residual's gradient over rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`autoshard::cross_entropy` and its backward as Triton kernels.
+"""`autoshard::cross_entropy` and its backward as Triton kernels. The backward may overwrite the logits.
 
-The forward reads the logits once. The backward may overwrite the logits with their gradient. The formulas are those of
-`cross_entropy.py`. The forward walks a row in blocks (Milakov, Gimelshein, "Online normalizer calculation for softmax",
-2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
+The formulas are those of `cross_entropy.py`. The forward walks a row once, in blocks (Milakov, Gimelshein, "Online
+normalizer calculation for softmax", 2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
 
     m' = max(m, max x),  s' = s exp(m - m') + sum_c exp(x_c - m'),  lse = m + log s
 

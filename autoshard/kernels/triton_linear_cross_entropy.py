@@ -8,10 +8,8 @@ matrix product of a chunk. For x [N, K], w [C, K] and the classes c of a chunk:
     backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
 
 lse and the expected logit y are carried from chunk to chunk. The loss is lse - y (`triton_cross_entropy.py`). A chunk
-has as many classes as x has features, but at least `LEAST_CLASSES`. So for many features, the logits of a chunk take as
-much memory as x. Chunks are classes and not rows of x, so that each row of dw belongs to one chunk. Only dx is summed
-over chunks, in float32. The backward computes the logits a second time, so it needs four matrix products in all instead
-of three.
+has as many classes as x has features, but at least `LEAST_CLASSES`. Each row of dw belongs to one chunk, so only dx is
+summed over chunks, in float32. The backward computes the logits again: four matrix products in all instead of three.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """Tunes block sizes and warps of Triton kernels: measures candidates with `triton.autotune`, and uses the fastest.
 
-The candidates are the default launch configuration and its neighbours (`candidates.py`). A kernel is measured once for
-each key, such as the dtypes and rounded sizes of its arguments. Tuning is off by default. `tune_kernels` or the
-variable AUTOSHARD_TUNE turn it on. It needs a GPU. A kernel in Triton's interpreter is only tuned with a given timer.
-Measurements are kept in a folder (`tuning_store.py`), from which later processes read them.
+A kernel is measured once for each key, such as the dtypes and rounded sizes of its arguments. Tuning is off by default.
+`tune_kernels` or the variable AUTOSHARD_TUNE turn it on. It needs a GPU. Later processes read the measurements from a
+folder (`tuning_store.py`).
 
 *Results.* Every candidate computes the same function. Sums over other blocks may differ in the last place. A kernel
 runs many times while it is measured, so the tensors that it both reads and writes are saved before and restored after.
-A kernel whose copies would exceed 256 MiB keeps the default. A kernel that is first launched while a CUDA graph is
-captured has the default until it is launched outside of a capture.
+A kernel keeps the default if these copies would exceed 256 MiB, or during the capture of a CUDA graph.
 
 *Ranks.* Ranks that compute the same values (replicas of a norm, say) must get equal bits, and therefore use the same
-configuration. They launch a kernel with the same key, and the folder has one choice for each key, from the first rank
-that published a choice. A rank uses only published choices. Ranks launch kernels at different times, so they do not
-communicate about choices. Instead, before a program runs, they compare whether they tune, and in which folder
-(`folder_identity`). If files are damaged or the disk gets full during the run, ranks may use different choices.
+configuration. The folder has one choice for each key, from the first rank that published a choice, and a rank uses only
+published choices. Before a program runs, ranks compare whether they tune, and in which folder (`folder_identity`).
 """
 
 from __future__ import annotations

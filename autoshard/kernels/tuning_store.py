@@ -1,12 +1,10 @@
 """The folder of tuned launch configurations, with one JSON file for each tuned key.
 
-The first process that publishes a choice writes the file. It has the whole key of the measurement, the choice, and
-every candidate's median time. A file is used only if its key matches and its choice is one of the candidates.
-Otherwise it counts as missing. So a bad file can make a kernel slow, but not wrong.
+A file has the whole key of the measurement, the choice, and every candidate's median time. It is used only if its key
+matches and its choice is one of the candidates. So a bad file can make a kernel slow, but not wrong.
 
-A writer locks the folder with `flock`, which local disks have, and NFS since version 4. It looks for a choice once
-more, and publishes by renaming a complete file. So readers never see half a file. The folder is private to its user,
-and can be removed safely.
+The first process that publishes a choice writes the file. It locks the folder with `flock`, and renames a complete
+file. The folder is private to its user, and can be removed safely.
 """
 
 from __future__ import annotations

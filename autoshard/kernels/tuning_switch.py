@@ -1,7 +1,4 @@
-"""Turns tuning of Triton kernels on or off, and sets the folder of tuned block sizes.
-
-The module imports no triton, because the public interface imports the module.
-"""
+"""Turns tuning of Triton kernels on or off, and sets the folder of tuned block sizes, without importing triton."""
 
 from __future__ import annotations
 

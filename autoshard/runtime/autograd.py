@@ -3,10 +3,9 @@
 The node's forward runs the program's forward, and saves the tensors that its backward reads, as any operator of torch
 does. So torch notices an in-place change of a saved tensor. The backward frees each saved value after its last use.
 
-A tangent is the gradient of an output, which the backward takes as an input (the word of torch's AOTAutograd). If a
-model returns losses, its program has tangents for the losses only. The node also saves its inputs. A backward from
-another output runs a second program from these inputs, forward and backward. The second program has a tangent for each
-output. The backward of a gradient (`create_graph=True`) does the same with a program that returns the gradients.
+A tangent is the gradient of an output, which the backward takes as an input. If a model returns losses, its program has
+tangents for the losses only. A backward from another output runs a second program, with a tangent for each output, from
+the saved inputs. The backward of a gradient (`create_graph=True`) does so with a program that returns the gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a function as a CUDA graph: record the kernels of the function once, and then launch them together.
 
 In a step of many small kernels, the host is slower than the device. For BERT on 8 x 128 tokens, an H200 computed 4 ms
-and the host took 23 ms to launch the kernels. A graph is one launch.
+and the host took 23 ms to launch the kernels.
 """
 
 from __future__ import annotations

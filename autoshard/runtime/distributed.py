@@ -1,8 +1,7 @@
-"""The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`.
+"""The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`, parameters as DTensors.
 
-Parameters are DTensors, and each rank holds its shard. A program consists of plain operators and collectives on local
-tensors. Before it runs, the engine takes local tensors out of DTensors; after it, the engine puts its results into
-DTensors. If the specs differ there, the engine runs a small program that reshards.
+A program works on local tensors. The engine takes them out of DTensors before the program, and puts results into
+DTensors after it. If the specs differ there, the engine runs a small program that reshards.
 """
 
 from __future__ import annotations

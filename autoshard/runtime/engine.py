@@ -1,11 +1,8 @@
-"""Engines, which run the ranks of lowered programs.
+"""Engines, which run the ranks of lowered programs on *local values*, and convert these from and to the user's tensors.
 
-An engine works on *local values*. With one process per rank, a local value is the rank's tensor. In the simulator, it
-is a list of tensors, one per rank. A local value has the padded local shape of its spec (see `autoshard.ir.spec`). The
-engine also converts between local values and the user's tensors: parameters, inputs, results. All other code treats
-local values as opaque.
-
-A slot (`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
+With one process per rank, a local value is the rank's tensor. In the simulator, it is a list of tensors, one per rank.
+It has the padded local shape of its spec (`autoshard.ir.spec`). All other code treats local values as opaque. A slot
+(`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
 """
 
 from __future__ import annotations

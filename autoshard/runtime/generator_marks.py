@@ -1,9 +1,8 @@
 """`Mark`: a short form of the state of torch's CPU generator, which can be compared and ordered.
 
-The generator is a Mersenne Twister (Matsumoto and Nishimura 1998). It computes blocks of 624 words, each from the
-previous block. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a
-cached normal number. This layout has not changed since torch 1. Two states after one seed are ordered by the numbers
-drawn since the seed.
+The generator is a Mersenne Twister (Matsumoto and Nishimura 1998), which computes each block of 624 words from the
+previous one. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a
+cached normal number. The layout has not changed since torch 1. Two states after one seed are ordered by their draws.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Convert DTensors to local values and back, fast if their sharding is the same as in the previous call.
 
-Torch describes a DTensor's sharding by a spec object (`_spec`), which torch replaces and never changes. If the local
-tensor of a DTensor is exactly the value that a program reads, this module remembers the DTensor's spec for the
-program's slot. At the next call, a DTensor with the same spec object needs no conversion. A DTensor with another spec
-takes the slow path. No tensor is remembered, so no memory is kept alive.
+Torch describes a DTensor's sharding by a spec object (`_spec`), which it replaces and never changes. If a program can
+read a DTensor's local tensor as it is, this module remembers the spec object for the program's slot. At the next call,
+a DTensor with the same object needs no conversion. No tensor is remembered, so no memory is kept alive.
 """
 
 from __future__ import annotations

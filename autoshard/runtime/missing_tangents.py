@@ -1,7 +1,7 @@
 """Rewrite a backward so that outputs without a gradient contribute nothing, as on one device.
 
-A tangent is the gradient of an output. This pass removes the values that depend on missing tangents alone. Zero
-tangents in their place would be wrong, because zero times an infinite derivative is NaN.
+The pass removes the values that depend on missing tangents (gradients of outputs) alone. Zero tangents in their place
+would be wrong, because zero times an infinite derivative is NaN.
 
 Before → after, without the tangent of `aux`: `add(mm(tangent_main, a), mm(tangent_aux, b))` →
 `add(mm(tangent_main, a), zeros)`.

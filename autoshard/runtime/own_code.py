@@ -1,10 +1,8 @@
 """Let the user's own code, such as `sharded.generate`, read parameters as whole tensors while they are DTensors.
 
-The user's code mixes parameters with plain tensors, which DTensors refuse. So within `whole_parameters`, reading a
-parameter from its module gathers it: `self.weight` is a whole plain tensor. The whole tensor is freed when the forward
-that reads it ends. FSDP gathers module by module in the same way; here it also works for weights that another module
-reads. Every rank runs the same code on the same tensors. Gradients flow back into the shards, and in-place changes
-reach the shards.
+Within `whole_parameters`, reading a parameter from its module gathers it, because DTensors refuse plain tensors. The
+whole tensor is freed when the forward that reads it ends. Every rank runs the same code on the same tensors. Gradients
+flow back into the shards, and in-place changes reach the shards.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Pickle DTensors (`torch.save`) of a compiled model only if this rank holds them whole.
 
-`if rank == 0: torch.save(model.state_dict(), path)` is a common habit, but torch writes only the shards of rank 0 into
-the file. Pickle cannot gather, because the other ranks do not pickle. So a tensor that this rank holds whole is written
-as a plain tensor, which one device can read; any other DTensor is refused.
-
-`copyreg` is Python's table for pickling objects of foreign classes. Copies, other processes of this rank (such as the
-process of `torch.distributed.checkpoint.async_save`), and DTensors of other libraries are pickled as torch does.
+For `if rank == 0: torch.save(model.state_dict(), path)`, torch writes only the shards of rank 0 into the file. So a
+tensor that this rank holds whole is written as a plain tensor, and any other DTensor is refused. Copies, other
+processes of this rank (such as that of `torch.distributed.checkpoint.async_save`), and DTensors of other libraries are
+pickled as torch does.
 """
 
 from __future__ import annotations

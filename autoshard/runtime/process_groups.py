@@ -1,8 +1,7 @@
 """Make the process groups that lowered programs name, and bind programs to a rank's groups.
 
 A lowered program names a group by its mesh axes and its purpose (`autoshard.ir.communicators`): "model", "data,model",
-or "data/gradients". `bind` copies a program's graph for one rank, with torch's names of the rank's process groups and
-with the rank's coordinates. Torch's functional collectives can run the copy.
+or "data/gradients". `bind` copies a graph for one rank, with torch's names of its groups and with its coordinates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`ProgramRun` runs the forwards and backwards of a program's micro-batches, stage by stage.
 
-A program without stages is a pipeline of one stage, and sends no messages. If one process simulates all ranks, it runs
-all stages. With processes, each process runs the stages of its pipeline rank. `StageMessages` carries values between
-stages.
+A program without stages is a pipeline of one stage. A process runs the stages of its pipeline rank, or all stages if it
+simulates all ranks. `StageMessages` carries values between stages.
 """
 
 from __future__ import annotations

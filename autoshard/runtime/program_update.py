@@ -1,8 +1,7 @@
 """Run the update of a program, in two graphs if a pipeline stage needs the norm of all stages' gradients.
 
-To clip gradients, each stage needs the sum of squares over all stages. The first graph computes the stage's own sum of
-squares. The sums are added over stages. The second graph takes the total, and values from the first graph, and computes
-the new parameters and state. A program without stages computes its norm itself, and its update is one graph.
+To clip gradients, the first graph computes the stage's own sum of squares, and the sums are added over stages. The
+second graph takes the total, and values from the first graph, and computes the new parameters and state.
 """
 
 from __future__ import annotations

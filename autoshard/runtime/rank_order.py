@@ -1,13 +1,10 @@
 """Rewrite reductions to add in the order of ranks: for Gloo, and for gradients sent in 16 bits.
 
-Reduce-scatter: Gloo runs an all-reduce and slices its result, so it sends twice the necessary bytes. This module
-rewrites a reduce-scatter to an all-to-all and a local sum, which send half as many bytes.
+Reduce-scatter: Gloo runs an all-reduce and slices its result. An all-to-all and a local sum send half as many bytes.
 
-All-reduce: Gloo starts the sum of each chunk of its ring at another rank. With three ranks or more, the bits of an
-element then depend on its position in the tensor, and so on its bucket. This module rewrites an all-reduce to an
-all-to-all, a local sum and an all-gather, which send as many bytes as before. The local sum adds each element in the
-order of ranks, narrow dtypes in float32, so the result has the simulator's bits. With two ranks there is only one
-order, and the all-reduce stays.
+All-reduce: with three ranks or more, Gloo's bits of an element depend on its position in the tensor, and so on its
+bucket. An all-to-all, a local sum and an all-gather send as many bytes. The local sum adds in the order of ranks,
+narrow dtypes in float32, so the result has the simulator's bits.
 
 Other backends round each partial sum to the dtype that they send. So gradients that the user sends in 16 bits
 (`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends.

@@ -1,8 +1,7 @@
 """Parameter objects from before `compile`, which optimizers and users still hold, forward to the DTensors in use now.
 
-A plain `nn.Parameter` cannot become a DTensor, because Python's layouts of the two classes differ and
-`torch.utils.swap_tensors` refuses them. So the old object forwards to its successor: torch's functions, and attributes
-(`grad`, `data`, `shape`), act on the successor.
+A plain `nn.Parameter` cannot become a DTensor (`torch.utils.swap_tensors` refuses it). So torch's functions and the
+attributes (`grad`, `data`, `shape`) of the old object act on its successor.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """`ShardedModule`, the module that `compile` returns.
 
-A `ShardedModule` is an ordinary `nn.Module` with the submodules, parameters and buffers of the user's model, under the
-same names. A call runs a compiled program for the whole mesh. Each new kind of call (input shapes, training or
-evaluation, with or without gradients) is compiled when it first occurs, and cached.
+It has the submodules, parameters and buffers of the user's model, under the same names. A call runs a compiled program
+for the whole mesh. Each new kind of call (input shapes, training or evaluation, with or without gradients) is compiled
+when it first occurs, and cached.
 
-The user's model shares its submodules and parameters with the module. The simulator does not change them. With
-processes, parameters become DTensors, and each rank keeps its shard, as with FSDP's `fully_shard`. From then on,
-parameter objects stay the same, so an optimizer may be built before the first call. Parameter objects from before
-`compile` forward to the DTensors (`runtime.replaced_parameter`), so optimizers and lists that hold them keep working.
+The simulator does not change the user's model. With processes, its parameters become DTensors, and each rank keeps its
+shard, as with FSDP's `fully_shard`. Parameter objects from before `compile` forward to the DTensors
+(`runtime.replaced_parameter`), so optimizers and lists that hold them keep working.
 """
 
 from __future__ import annotations

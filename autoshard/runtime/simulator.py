@@ -1,8 +1,7 @@
 """The simulator runs a lowered program for all ranks of a mesh in one process, in lock-step.
 
-The simulator evaluates the graph node by node, for each rank's operands. A collective takes the operands of a group of
-ranks and returns a result for each rank. Ranks whose operands are the same objects (copies) share one evaluation and
-one result, so a replicated computation costs once. Memory into which a program writes is separate for each rank.
+It evaluates the graph node by node, for each rank's operands. Ranks whose operands are the same objects (copies) share
+one evaluation and one result. Memory into which a program writes is separate for each rank.
 """
 
 from __future__ import annotations

@@ -4,14 +4,11 @@ A `SplitOutput` is a DTensor: each rank holds its part, `full_tensor()` gathers 
 differs from a DTensor in cases that would surprise a user who wrote for one device, or would give wrong values:
 
 * Plain tensors beside it count as equal on every rank, as inputs do, so `cross_entropy(logits, targets)` works.
-* Functions that read values (`item()`, `tolist()`, `numpy()`, `bool()`) read the whole tensor. DTensor's `item()` of a
-  sum reads this rank's addend.
-* `_ON_PARTS` lists the functions that run on parts. For any other function, the tensor is gathered, torch's own
-  function runs on plain tensors, and the results are replicated DTensors. Unevenly split tensors are gathered too,
-  because DTensor averages the means of uneven parts.
+* Functions that read values (`item()`, `tolist()`, `numpy()`, `bool()`) read the whole tensor.
+* `_ON_PARTS` lists the functions that run on parts. For any other function, and for unevenly split tensors, torch's own
+  function runs on gathered plain tensors, and the results are replicated DTensors.
 * Results are never partial: a sum over a split dim is reduced at once.
-* The mean of cross-entropy is the sum over all parts, divided by the count of all targets (`_mean_cross_entropy`).
-  DTensor averages the ranks' means, each over the rank's targets that are not ignored.
+* The mean of cross-entropy is over the targets of all parts (`_mean_cross_entropy`), not a mean of ranks' means.
 
 Functions that fail on parts raise one error, which says how to get a whole output.
 """

@@ -1,7 +1,7 @@
-"""Shard the state of an optimizer that the user steps in a training loop of their own.
+"""Shard the state of an optimizer that the user steps in a training loop of their own, by a hook before each step.
 
-The state may be plain tensors while the parameters are DTensors. For example, Adagrad makes state when it is built,
-before `compile`, and a plain `load_state_dict` gives whole tensors. A hook shards the state before the next step.
+The state may be plain tensors while the parameters are DTensors: Adagrad makes state before `compile`, and a plain
+`load_state_dict` gives whole tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Optimizers whose update is traced: SGD, Adam and AdamW of torch.optim.
 
-This module describes their update as data (`autoshard.ir.update`), from which the update is traced. The optimizer
-object keeps its groups, options and state, so schedulers and state dicts work as in eager mode. Only the arithmetic
-runs in the program of the step.
+This module describes their update as data (`autoshard.ir.update`). The optimizer object keeps its groups, options and
+state, so schedulers and state dicts work. Only the arithmetic runs in the program of the step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Avoid a new trace for each value of a number of the model that changes from call to call, such as `self.step`.
 
-A call that logs `self.step` reads it, so each new value is traced. When three values have given the same program, the
-call is traced with watched numbers in place of the attributes that changed (`ir/watched_numbers.py`). A watched number
-records the conditions that Python evaluates on it. The conditions then replace its value among the guards: for example,
-a program serves every step for which `step % 10 == 5` is false.
+When three values have given the same program, the call is traced with watched numbers in place of the attributes that
+changed (`ir/watched_numbers.py`). A watched number records the conditions that Python evaluates on it, which then
+replace its value among the guards. So a program serves every step for which `step % 10 == 5` is false.
 """
 
 from __future__ import annotations

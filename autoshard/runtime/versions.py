@@ -1,9 +1,7 @@
 """Raise an error if a tensor was changed in place between a call and its backward, as on one device.
 
-On one device, autograd saves the tensor itself, and raises if a backward reads it after an in-place change. A compiled
-program saves each rank's part of a value, often in new memory, where autograd does not see the change. So this module
-compares the versions (torch's counts of in-place changes) of the parameters, buffers and inputs from which gradients
-are computed.
+A compiled program saves each rank's part of a value, often in new memory, where autograd does not see the change. So
+this module compares the versions (torch's counts of in-place changes) of the program's parameters, buffers and inputs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Generates a Triton kernel for each group of fusible operators, and defines each kernel as an operator of torch."""
+"""Generates Triton kernels for groups of operators, and defines each kernel as an operator of torch."""

@@ -1,8 +1,7 @@
 """Defines each generated kernel as an operator `autoshard::triton_<operators>_<digest>` of torch.
 
-The operator computes one group, with fixed shapes, strides and dtypes. An operand with other strides is first copied to
-the strides that the kernel expects. Generated kernels run on GPUs, and on a CPU in Triton's interpreter. Tests compare
-a kernel with its group, run one operator after another (`Group.run`).
+The operator computes one group, with fixed shapes, strides and dtypes, on GPUs or in Triton's interpreter. An operand
+with other strides is first copied. Tests compare a kernel with `Group.run`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes the generated source of each program to a file that users can open, and loads the source.
 
-The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). A file's name has a digest of
-its text, and an edited file is written again. Python executes the generated text in memory, and never reads the file or
-bytecode beside it. Other users cannot write to the folder. It can be removed safely.
+The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). Other users cannot write to it,
+and it can be removed safely. Python executes the generated text in memory, and never reads the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Groups of operators that one generated kernel computes.
+"""Groups of operators that one generated kernel computes: calls without branches or loops.
 
-A group is a list of calls without branches or loops. It has operators, numbers, shapes, strides and dtypes, but no
-names, so that equal groups of different programs share a kernel. A group's values are numbered from 0. The operands
-come first, then the result of each step.
+A group has no names, so equal groups of different programs share a kernel. A group's values are numbered from 0: first
+the operands, then the result of each step.
 """
 
 from __future__ import annotations

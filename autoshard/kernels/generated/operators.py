@@ -1,8 +1,7 @@
 """Tables of the ATen operators that generated kernels compute, with the Triton expression of each operator.
 
-Inside a kernel, numbers of any floating dtype are float32. Integers and booleans keep their dtype. A value is rounded
-to a 16-bit dtype where the program converts it, and where the kernel stores it. Operators that draw random numbers or
-write their operands are not in the tables. An operator outside the tables is not fused.
+Inside a kernel, numbers of any floating dtype are float32. A value is rounded to a 16-bit dtype where the program
+converts it, and where the kernel stores it. An operator outside the tables is not fused.
 """
 
 from __future__ import annotations

@@ -3,13 +3,10 @@
 The kernel of a group without reductions walks all elements in one flat index, cut into blocks. The kernel of a group
 with reductions works on tiles of whole rows, which stay in registers between a sum and its readers.
 
-Some sums run over long leading dims, such as the gradient of a bias. If no step of the group reads them, they are
-*split*. Each program walks a chunk of the summed elements, tile by tile, and stores its part of the sum in float32. The
-parts are added after the kernel, in a fixed order.
+A sum over long leading dims (the gradient of a bias) that no step reads is *split*. Each program walks a chunk of the
+summed elements, and stores its part in float32. The parts are added after the kernel, in a fixed order.
 
-Sizes and strides are numbers in the source. Each step is one line, with its ATen call in a comment.
-
-The values of a group are its operands, and then the result of each step. A *value number* is an index into this list.
+A *value number* is an index into the group's operands, followed by the results of its steps.
 """
 
 from __future__ import annotations

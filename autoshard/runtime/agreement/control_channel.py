@@ -1,11 +1,8 @@
 """`ControlChannel`: ranks send each other messages through the store of their run, within a time limit.
 
-Ranks exchange messages in turns. In each turn every rank sends one message, and all ranks receive all messages or raise
-the same error. A rank that works for long shows signs of life, and the other ranks wait for it beyond the time limit.
-
-The store carries the messages, and no collective does. So a waiting rank can read which rank is missing, whether it
-shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the store that is written
-once: "all", or a text that names the missing ranks.
+In each turn every rank sends one message, and all ranks receive all messages or raise the same error. A rank that works
+for long shows signs of life, and the other ranks wait for it beyond the time limit. A waiting rank can read which rank
+is missing. The verdict on a turn is one key that is written once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`ControlGroup`: ranks compare facts, and all ranks raise the same error if the facts differ.
 
-Ranks that run different programs would hang, or compute wrong values. Before a program runs, each rank sends the other
-ranks a description of its next call. If a rank never comes, every other rank raises an error within
-`Options(timeout_s=)`.
+Ranks that run different programs would hang, or compute wrong values. So they compare each call before it runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Digests of tensors' bits. Equal tensors have equal digests on every rank; swapping two elements changes the digest.
 
-A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). It reads the tensor's memory as
-64-bit words, multiplies each word by the odd pseudo-random number of its position, and sums the products modulo 2^64.
-A tensor longer than the table of numbers is hashed block by block, and then the digests of its blocks are hashed.
-
-Samples of tensors on the CPU are hashed by BLAKE2, because starting torch's operators takes longer for few bytes.
+A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). Each 64-bit word is multiplied by
+the odd pseudo-random number of its position, and the products are summed modulo 2^64. Longer tensors than the table of
+numbers are hashed block by block. Samples of tensors on the CPU are hashed by BLAKE2, which is faster for few bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The processes of one attempt of a run find each other, through a store that outlives attempts.
 
 `torchrun` restarts all processes of a run when one of them ends, and keeps one store for all attempts. Keys of ended
-processes stay in it, such as addresses of Gloo and counts, and mislead later processes. On several nodes no environment
-variable tells attempts apart. So processes meet before they make a process group:
+processes, such as addresses of Gloo, would mislead later processes. So processes meet before they make a process group:
 
 1. Each process adds a line to a list: its rank, and a random number.
 2. Rank 0 draws a token and publishes it with the latest number of each rank. It draws again whenever the list grows.

@@ -1,19 +1,15 @@
 """The agreement of ranks on each call: the same program, in the same mode, on the same inputs.
 
-Ranks with different inputs or hyperparameters would silently compute wrong values. So each call does the following,
-before the first collective of its program:
+Before the first collective of its program, each call does the following:
 
-1. Each rank sends `LENGTH` numbers. Some are digests of the call, the program, the hyperparameters and the seed. The
-   others are digests of the inputs' sum, a sample of the inputs, in-place changes of parameters, and a few elements of
-   parameters and buffers. Each call samples other elements.
+1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters, the seed and the inputs. Two
+   more are about in-place changes of parameters, and a few elements of them, other elements at each call.
 2. Meanwhile, the rank gathers the inputs of the program.
 3. If numbers differ that should be equal, ranks exchange facts (the values behind the numbers), and raise one error.
 
-Sharded inputs and parameters are compared among the ranks that hold the same piece. Digests of tensors on an
-accelerator are compared one call later, so that no rank waits for its device.
-
-Numbers travel over a fast exchange (`VectorExchange`). The first run of a program may compile kernels, for which ranks
-need different times. So after a compiled call, a few calls use the `ControlChannel`, on which ranks show signs of life.
+Sharded tensors are compared among the ranks that hold the same piece. Digests of tensors on an accelerator are compared
+one call later, so that no rank waits for its device. Numbers travel over a fast exchange (`VectorExchange`). For a few
+calls after a compiled call, they use the `ControlChannel`, on which ranks show signs of life.
 """
 
 from __future__ import annotations

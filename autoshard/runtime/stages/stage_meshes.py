@@ -1,10 +1,8 @@
 """Meshes of the ranks of each pipeline stage, and DTensors whose values only the ranks of another stage hold.
 
 A parameter is a DTensor on the mesh of one stage's ranks. Every other rank knows its name, shape and mesh, but has no
-values. Torch, too, has DTensors on ranks outside their mesh, so state dicts and torch.distributed.checkpoint accept
-them.
-
-A pipeline rank is an index along the mesh axis "pipeline". All processes with this index have the same pipeline rank.
+values; state dicts and torch.distributed.checkpoint accept such DTensors. A pipeline rank is an index along the mesh
+axis "pipeline", and stands for all processes with this index.
 """
 
 from __future__ import annotations

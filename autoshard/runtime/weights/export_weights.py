@@ -1,8 +1,7 @@
 """Write a model's weights as files that `load_weights` and transformers' `from_pretrained` can read.
 
 Ranks gather one block of a tensor at a time, and the first rank writes it. So a rank holds no more than its shards and
-one block. The folder is written under a temporary name, and renamed when it is complete. A crash leaves the old folder
-or the new one, never a mixture.
+one block. The folder is renamed when it is complete: a crash leaves the old folder or the new one, never a mixture.
 """
 
 from __future__ import annotations

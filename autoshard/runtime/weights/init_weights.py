@@ -1,8 +1,8 @@
 """Weights of a compiled model, computed by the initialisers of its modules; each rank computes its shards.
 
 The operations of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
-rank's shards (`replay`). A random number depends on the seed, the position of the draw among all draws of the model,
-and the global index of the element. So weights are equal, bit by bit, under every plan and on any number of ranks.
+rank's shards (`replay`). A random number depends on the seed, the number of the draw, and the element's global index.
+So weights are equal, bit by bit, under every plan and on any number of ranks.
 """
 
 from __future__ import annotations

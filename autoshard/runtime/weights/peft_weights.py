@@ -1,9 +1,8 @@
 """Adapters of the library peft, for export: in the format of peft's own files, or merged into the model's weights.
 
-An adapter's file has tensor names without the adapter's name, beside the configuration that `PeftModel.from_pretrained`
-reads. The library peft knows which tensors of a model belong to an adapter, and merges layers. This module calls peft's
-functions with outlines (meta tensors of the same shape and dtype), or with one layer at a time. It never imports peft
-before the user does.
+The library peft knows which tensors belong to an adapter, and merges layers. This module calls its functions with
+outlines (meta tensors of the same shape and dtype), or with one layer at a time. It never imports peft before the user
+does.
 """
 
 from __future__ import annotations

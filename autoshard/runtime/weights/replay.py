@@ -1,12 +1,11 @@
 """Compute weights from the record of their initialisers: part by part if possible, else whole and then sliced.
 
-A record (`Initialisation`) lists operations on memories, which are numbered. A tensor of the record is a view of a
-memory (`StridedView`). A box is a rectangular part of a tensor.
+A record (`Initialisation`) lists operations on numbered memories. A tensor of the record is a view of a memory
+(`StridedView`). A box is a rectangular part of a tensor.
 
 A weight can be computed by parts if its values are drawn, filled, or computed elementwise from tensors of its shape.
-Boxes of the weight may be written too, such as a row of zeros for padding. The formula of a weight is the expression
-tree that gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank,
-one weight at a time.
+Boxes of it may be written too, such as a row of zeros for padding. The formula of a weight is the expression tree that
+gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank.
 """
 
 from __future__ import annotations

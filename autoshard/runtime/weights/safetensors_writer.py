@@ -1,9 +1,7 @@
-"""Write a safetensors file block by block.
+"""Write a safetensors file block by block, so that not all tensors are in memory.
 
-The library safetensors writes a file from tensors that are all in memory. This module writes and frees each block.
 The format (https://github.com/huggingface/safetensors#format) begins with the length of the header in 8 bytes,
-little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values of all tensors follow, without
-gaps.
+little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values follow, without gaps.
 """
 
 from __future__ import annotations

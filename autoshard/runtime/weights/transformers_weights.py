@@ -1,9 +1,8 @@
 """Convert between the tensors of a transformers model and the tensors of its files.
 
-A folder may use older names, with or without the prefix of the base model. It may also have other tensors, for example
-one matrix per expert when the model has one tensor for all. The library transformers knows for each class how to
-convert between the files' tensors and the model's. This module calls its functions (of version 5) with tensors that are
-not read yet. It never imports transformers before the user does.
+Files may have older names, or other tensors, such as one matrix per expert. The library transformers (version 5) knows
+for each class how to convert. This module calls its functions with tensors that are not read yet, and imports it only
+after the user.
 """
 
 from __future__ import annotations

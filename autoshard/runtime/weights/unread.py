@@ -1,9 +1,8 @@
 """Tensors that are read only when needed, and only the needed region.
 
-A tensor in a file, or a sharded tensor, has a shape and a dtype before it is read. Functions that only move values
-(`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another `Unread`, whose regions consist of
-regions of the first. So a library's code that makes a model's tensors from files' tensors can run before any value is
-read. Any other function runs on whole operands when its result is read.
+Functions that only move values (`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another
+`Unread`, whose regions consist of regions of the first. So a library's code that makes a model's tensors from files'
+tensors can run before any value is read. Any other function runs on whole operands when its result is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Keep track of weights that have memory but no values yet, in a model that was built on the meta device.
 
-A model built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its weights are
-zeros until they are written: by `init_weights`, `load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or
-the user. All of these write in place, which torch counts in a tensor's version. A call of the model raises an error
-until all weights are written.
+Such weights are zeros from the placement of the first program until they are written in place, by `init_weights`,
+`load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or the user. Torch counts the write in a tensor's
+version. A call of the model raises an error until all weights are written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Safetensors files as one set of named tensors that can be read by regions.
 
-The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder, as
-transformers, diffusers and safetensors write them. The library maps a file into memory, and reads only the pages that a
-region touches. The pages count as memory of this process until the file is closed, so files are reopened from time to
-time.
+The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder. The library
+maps a file into memory, and reads only the pages that a region touches. These count as memory of this process until the
+file is closed, so files are reopened from time to time.
 """
 
 from __future__ import annotations
