@@ -279,11 +279,9 @@ class Cluster:
         return None if total is None else total / self.devices_per_node
 
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
-        """Return the links of a group of ranks over one or several mesh axes.
+        """Return the links of a group of ranks over mesh axes, e.g. ("data", "model") for a reshard over both.
 
-        Args:
-            mesh_axes: name of a mesh axis to its size, outermost axis first.
-            axes: the axes of the group, e.g. ("data", "model") for a reshard over both.
+        `mesh_axes` maps the name of a mesh axis to its size, outermost axis first.
         """
         shape, node = tuple(mesh_axes.items()), self.node
         places = (self.nodes, self.devices_per_node, self.intra, self.inter, node.wiring, node.devices_per_node)

@@ -56,10 +56,8 @@ def _copy(leaf: Any) -> Any:
 class KernelSample:
     """One operator call to time, made by `of`.
 
-    Args:
-        name: name of the throughput curve that the sample is a point of: the operator's kernel, or "memory".
-        work: the call's work in the cost models.
-        prepare: returns a function that runs the call once (`cycled`). It holds the operands.
+    `name` is that of the throughput curve of which the sample is a point: the operator's kernel, or "memory". `prepare`
+    returns a function that runs the call once (`cycled`), and holds the operands.
     """
 
     name: str
@@ -70,13 +68,10 @@ class KernelSample:
     def of(
         cls, operator: Any, *arguments: Any, name: str | None = None, runs: Any = None, **options: Any
     ) -> KernelSample:
-        """Make a sample of an operator on tensors. The operator runs once, for the shapes of its results.
+        """Make a sample of an `OpOverload` on tensors. The operator runs once, for the shapes of its results.
 
-        Args:
-            operator: an `OpOverload`, e.g. torch.ops.aten.tanh.default.
-            arguments, options: arguments of the call.
-            name: name of the sample's curve; default: the operator's kernel.
-            runs: function that programs call in place of the operator, with the same arguments; default: the operator.
+        `name` is that of the sample's curve, by default the operator's kernel. Programs call `runs`, by default the
+        operator.
         """
         runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]

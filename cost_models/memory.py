@@ -39,14 +39,10 @@ MOMENTS: Mapping[str, int] = {
 
 
 def workspace_bytes(architecture: str, handles: int | None = None) -> int:
-    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator.
+    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator, for an architecture such as "hopper".
 
-    Args:
-        architecture: name in the devices' files ("hopper").
-        handles: threads and streams that issue products; default: two, the forward thread and that of autograd.
-
-    Raises:
-        UnknownHardwareError: the architecture is unknown. The message lists the known ones.
+    `handles` counts the threads and streams that issue products; by default two, the forward thread and that of
+    autograd. Raise `UnknownHardwareError`, which lists the architectures, for any other one.
     """
     file = load("software", "torch_cublas")
     known = file.family("workspace", "B")

@@ -82,12 +82,9 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Parts of the step on one pipeline rank, in seconds; they sum to the step.
+    """Seconds of computation and waiting on one pipeline rank, which sum to the step; the update is computation.
 
-    Args:
-        compute_s: computation of forwards and backwards, of work that runs once, and of the update.
-        exposed_send_s: time in which the rank waits for transfers under way.
-        bubble_s: time in which the rank waits for other ranks.
+    `exposed_send_s` is waiting for transfers under way, and `bubble_s` is waiting for other ranks.
     """
 
     compute_s: float
@@ -262,8 +259,6 @@ def schedule_time(
         schedule: a key of `schedule_orders.SCHEDULES`.
         stages: times of the stages, in the order of the model.
         micro_batches: micro-batches of a step (per data parallel replica).
-        virtual_stages: number of stages on each rank.
-        overlap_sends: whether transfers overlap with computation.
 
     Raises:
         CostArgumentError: the schedule does not allow these numbers.

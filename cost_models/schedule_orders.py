@@ -92,13 +92,7 @@ class _Shape:
 
 @lru_cache(maxsize=16)
 def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """Return the actions of each pipeline rank, in order.
-
-    Args:
-        schedule: a key of `SCHEDULES`.
-        ranks: p, pipeline ranks.
-        micro_batches: m, micro-batches of a step.
-        virtual_stages: v, stages on each rank.
+    """Return the actions of each pipeline rank, in order, under a schedule of `SCHEDULES`.
 
     Raises:
         CostArgumentError: the schedule is unknown, or does not allow these numbers. The message says what it allows.

@@ -66,11 +66,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How a runtime overlaps communication with computation.
+    """How a runtime overlaps communication with computation, which then takes 1 + `slowdown` times as long.
 
-    Args:
-        prefetch: how many segments before their use parameters are gathered.
-        slowdown: computation beside communication takes 1 + slowdown times as long.
+    Parameters are gathered `prefetch` segments before their use.
     """
 
     prefetch: int = 1
@@ -257,13 +255,9 @@ class _Stream:
 
 @dataclass(slots=True)
 class _StreamState:
-    """The state of a simulation.
+    """The state of a simulation. The compute stream is free from `clock` on, and the host from `host` on.
 
-    Args:
-        segments, overlap, dispatch_s, record: arguments of `simulate_streams`, with segments compiled.
-        clock, host: the times from which the compute stream and the host are free.
-        slowdown_s, host_s, exposed: the sums so far, as in `StreamTimes`.
-        early: number of a segment to its early communications: index to (start, end, stream).
+    `early` maps the number of a segment to its early communications: index to (start, end, stream).
     """
 
     segments: Sequence[_Compiled]

@@ -197,8 +197,6 @@ class GroupLinks:
     is pessimistic.
 
     Args:
-        size: number of members.
-        per_node, nodes: number of members in each node, and number of nodes.
         intra: the fabric in a node; None unless per_node > 1.
         inter: the network; None unless nodes > 1.
         pods: number of pods that the group spans.
@@ -262,10 +260,6 @@ def group_links(
 
     Args:
         shape: name and size of each mesh axis, outermost first.
-        axes: the axes of the group.
-        nodes, devices_per_node: number of nodes, and of devices used in each node.
-        intra, inter: the fabric in a node, and the network between nodes.
-        wiring: links and network cards that devices share.
         wired_devices: number of devices in a complete node, which the layout is for; 0 for `devices_per_node`.
 
     Raises:

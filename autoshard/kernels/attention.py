@@ -56,6 +56,7 @@ def attention_reference(
             scores.
         seed: int64 scalar tensor, needed if dropout_p > 0.
         dropout_p: the probability that an attention weight is dropped, in [0, 1].
+        is_causal: whether to mask the columns beyond the row's global index, besides `mask`.
         scale: factor on the scores, usually 1 / sqrt(D).
         offset: index of the first local score [B, H, S, T] in the global scores.
         global_shape: the shape [B, H, S, T] of the global scores.

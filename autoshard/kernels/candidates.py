@@ -40,12 +40,7 @@ TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A launch configuration of a kernel.
-
-    Args:
-        blocks: names and values of the `constexpr` arguments that tuning may change.
-        num_warps: the warps of a program.
-    """
+    """A kernel's launch configuration: its tunable `constexpr` arguments by name, and the warps of a program."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
@@ -58,13 +53,7 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """Split a kernel's `constexpr` arguments into the default launch configuration and the constants that tuning keeps.
-
-    Args:
-        constants: all `constexpr` arguments by name.
-        tunable: names of the constants that tuning may change.
-        num_warps: the default number of warps.
-    """
+    """Split all `constexpr` arguments, by name, into the default configuration of the tunable ones, and the rest."""
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
     return Choice(tuple(blocks.items()), num_warps), fixed

@@ -23,13 +23,11 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One all-to-all of a rank with the ranks of its group.
+    """One all-to-all of a rank with the ranks of its group. In each tensor, rows for the first rank come first.
 
     Args:
-        sent: for each rank, the number of rows of every tensor to send to this rank, in the order of ranks.
-        received: for each rank, the number of rows that arrive from this rank, for every tensor.
-        is_awaited: whether the tensors have arrived when the generator gets them. Otherwise the generator calls
-            `arrived` to wait for them.
+        sent, received: for each rank, the number of rows of every tensor that go to this rank, and come from it.
+        is_awaited: whether the tensors have arrived when the generator gets them. Otherwise it calls `arrived`.
     """
 
     tensors: Sequence[Tensor]
@@ -58,12 +56,9 @@ The operator's last argument is the name of the group. The function takes all ot
 def define_exchanging(
     name: str, schema: str, steps_of: Callable[..., Steps], fake: Callable[..., object]
 ) -> OpOverload:
-    """Define the operator `autoshard::name`, which runs the steps that `steps_of` makes, and return the operator.
+    """Define the operator `autoshard::name`, whose last argument is `str group`, the name of the process group.
 
-    Args:
-        schema: arguments and returns. The last argument is `str group`, the name of the process group.
-        steps_of: takes all arguments but the group, and returns one rank's steps.
-        fake: takes all arguments, and returns empty tensors of the right shapes.
+    `steps_of` takes the other arguments, and returns one rank's steps. `fake` takes all, and returns empty tensors.
     """
 
     def run(*args: Any) -> Any:

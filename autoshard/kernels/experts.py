@@ -104,14 +104,10 @@ def _is_aligned(operand: Tensor) -> bool:
 
 
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
-    """Sort rows by expert.
+    """Sort rows by expert. A number in `ids` [R] outside 0 .. experts - 1 stands for no expert.
 
     On a CPU, rows without an expert are left out. On other devices these rows stay. Otherwise the host would wait for
     the device to count the rows.
-
-    Args:
-        ids: [R], the expert of each row. A number outside 0 .. experts - 1 stands for no expert.
-        experts: the number of experts, E.
     """
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     ids, order = torch.sort(known, stable=True)
@@ -166,11 +162,9 @@ class ExpertWeights:
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
-        """Return the result of every expert for every token, [E, T, H], before weighting.
+        """Return the result of every expert for every token x [T, H], [E, T, H], before weighting.
 
-        Args:
-            x: the tokens [T, H].
-            is_chosen: bool [E, T, 1], whether the token chose the expert. Other results are finite but meaningless.
+        `is_chosen` [E, T, 1] says whether the token chose the expert. Other results are finite but meaningless.
         """
         u = torch.matmul(x, self._gate_up)  # [E, T, g I]
         u = u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1).unsqueeze(1)
@@ -180,11 +174,8 @@ class ExpertWeights:
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: ExpertGroups) -> tuple[Any, ...]:
         """Return the gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without a bias) and down.
 
-        The gradients of x and weights are undefined for rows without an expert.
-
-        Args:
-            grad: the gradient of the weighted results, for sorted rows [R, H].
-            x, weights: the sorted rows [R, H] and their weights [R].
+        `grad` [R, H] is the gradient of the weighted results. Rows are sorted. The gradients of x and weights are
+        undefined for rows without an expert.
         """
         hidden, backward = self.hidden(self.first_products(x, groups))
         d_x, d_weights, d_u, grad = self.backward_of_rows(grad, weights, hidden, backward, groups)
@@ -198,12 +189,10 @@ class ExpertWeights:
     def backward_of_rows(
         self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: ExpertGroups
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, weights, u and the results before weighting.
+        """Return the gradients of x, weights, u and the results before weighting, for sorted rows.
 
-        Args:
-            grad: the gradient of the weighted results, for sorted rows [R, H].
-            weights: the weights of the rows [R].
-            hidden, backward: the results of the method `hidden`.
+        `grad` [R, H] is the gradient of the weighted results. `hidden` and `backward` are results of the method
+        `hidden`.
         """
         unweighed = groups.products(grad, self._down.mT)  # the gradient of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
@@ -217,11 +206,7 @@ class ExpertWeights:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the gradients of gate_up, gate_up_bias (None without a bias) and down.
 
-        Args:
-            grad: the gradient of the results before weighting, from `backward_of_rows`.
-            x: the sorted rows [R, H].
-            hidden: gate(u) [R, I].
-            d_u: the gradient of u, from `backward_of_rows`.
+        `x` [R, H] has the sorted rows, and `hidden` is gate(u) [R, I]. `d_u` and `grad` come from `backward_of_rows`.
         """
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
@@ -247,12 +232,8 @@ class ExpertWeights:
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Return the sum of each token's rows, [T, H].
 
-    An assignment is a token and one of its k experts, with number t k + j.
-
-    Args:
-        rows: [R, H], the results of R assignments.
-        order: [R], the number of each row's assignment.
-        index: [T, k], read for its shape only.
+    An assignment is a token and one of its k experts, with number t k + j. `rows` [R, H] are results of the assignments
+    `order` [R]. `index` [T, k] is read for its shape only.
     """
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
@@ -262,13 +243,7 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """Return a tensor [T, k] of zeros with values[r] at assignment number order[r].
-
-    Args:
-        values: [R], the values of R assignments.
-        order: [R], the number t k + j of each value's assignment.
-        index: [T, k], read for its shape only.
-    """
+    """Return zeros of the shape of `index` [T, k], with values[r] at the assignment number order[r] = t k + j."""
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
 
@@ -276,7 +251,7 @@ def experts_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """Return the weighted sum of the results of each token's experts.
+    """Return the weighted sum of each token's experts' results. Raise `ValueError` if shapes do not fit.
 
     Args:
         x: the tokens [T, H].
@@ -287,9 +262,6 @@ def experts_reference(
 
     Returns:
         out [T, H] in x's dtype. Matrix products have x's dtype. Sums over k have the promoted dtype of x and weights.
-
-    Raises:
-        ValueError: shapes do not fit.
     """
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)

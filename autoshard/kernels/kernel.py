@@ -50,7 +50,6 @@ class Kernel:
             target of a node. Results may have wider dtypes: statistics are float32 where ATen's have 16 bits.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason in
             one sentence. It ignores the device, because plans for a GPU are made without one.
-        examples: compilations for tests and cost models.
     """
 
     operator: OpOverload
@@ -107,7 +106,6 @@ class FusedKernel:
         operator: the operator of the library "autoshard" that runs the kernel. It is functional and opaque.
         why_not: takes the operator's arguments, real or fake. Returns None if the kernel applies, else the reason.
         forms: the groups of calls that the kernel may replace.
-        examples: example compilations for tests and cost models.
         allowed_readers: operators outside the kernel that may read the kernel's intermediate values. With another
             reader, the value would be computed both outside and inside the kernel, so the kernel is not used. None
             allows any reader.

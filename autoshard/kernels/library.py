@@ -38,7 +38,6 @@ def define(
     """Define `autoshard::name` and return its default overload.
 
     Args:
-        name: the operator's name, without the namespace.
         schema: arguments and returns, such as `"(Tensor x) -> Tensor"`.
         implementation: the function in plain PyTorch, for any device. Its results alias no operand.
         fake: takes the same arguments, and returns empty tensors of the right shape, dtype and device.
@@ -66,7 +65,6 @@ def differentiate(
 
     Args:
         setup_context: saves the tensors that `backward` needs, as in `torch.library.register_autograd`.
-        backward: computes the gradients of the operands.
         composite: if given, the backward with `create_graph=True` differentiates the composite, so that the gradients
             can be differentiated again.
     """
@@ -92,10 +90,7 @@ def gradients_with_graph(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient of each operand, as results of operators that torch can differentiate again.
 
-    Args:
-        ctx: the context of the forward's `torch.autograd.Function`.
-        composite: recomputes the forward's results from the operands.
-        grads: the gradients of the forward's results. None stands for zero.
+    `ctx` and `grads` (None stands for zero) are those of the forward's `torch.autograd.Function`.
     """
     _ = ctx.saved_tensors  # raises if a saved tensor was changed in place since the forward
     needed = ctx.needs_input_grad

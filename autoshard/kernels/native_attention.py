@@ -69,12 +69,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LibraryKernel:
-    """A fused kernel of torch.
-
-    Args:
-        forward: takes `(q, k, v, bias, is_causal, scale)`, returns the result and the log-sum-exp [B, H, S].
-        backward: takes `(grad_out, q, k, v, bias, out, lse, is_causal, scale)`, returns the gradients of q, k and v.
-    """
+    """A fused kernel of torch. Its forward takes (q, k, v, bias, is_causal, scale) and returns out and lse [B, H, S]."""
 
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
@@ -84,9 +79,8 @@ class _LibraryKernel:
 class _AttentionCall:
     """One call of a kernel: attention of some queries to some keys.
 
-    Args:
-        is_causal: whether query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`.
-        bias: [B or 1, H or 1, rows, keys], added to the scores, or None.
+    With `is_causal`, query number i of `rows`, from 0, attends only to the first i + 1 keys of `keys`. `bias` is
+    [B or 1, H or 1, rows, keys].
     """
 
     rows: range
@@ -316,16 +310,12 @@ def _merge(results: Sequence[Result]) -> Result:
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Merge two results of attention of the same queries over disjoint sets of keys, and write the result into `out`.
+    """Merge two results of attention of the same queries over disjoint sets of keys, and return the merged log-sum-exp.
 
     Args:
         out: result [B, H, S, E] over the first keys, in the accumulation dtype. Overwritten with the merged result.
         lse: log-sum-exp [B, H, S] over the first keys.
-        other, other_lse: result and log-sum-exp over the second keys. The log-sum-exp of a query that attends to none
-            of these keys is -inf.
-
-    Returns:
-        The log-sum-exp over both sets of keys.
+        other, other_lse: result and log-sum-exp over the second keys, -inf for a query that attends to none of them.
     """
     total = torch.logaddexp(lse, other_lse)
     finite = total.masked_fill(total == -math.inf, 0.0)

@@ -160,14 +160,10 @@ def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
 def _calls(
     groups: Sequence[Tensors], scale: Tensor | None, on_cpus: Collection[torch.dtype], *, may_fuse: bool = True
 ) -> Iterator[tuple[bool, list[Tensors]]]:
-    """Split an update of many parameters into calls of torch's functions.
+    """Split an update of many parameters into calls of torch's functions: whether the call is fused, and its lists.
 
-    Scaled gradients are copies, so with `scale` a call takes at most `_SCALED_AT_ONCE` bytes of parameters. Each item
-    is whether the call is fused, and the lists for the call, with scaled and contiguous gradients.
-
-    Args:
-        groups: lists of equal length: parameters, gradients, then state.
-        on_cpus: dtypes for which the fused kernel is used on CPUs.
+    `groups` are lists of equal length: parameters, gradients, then state. Scaled gradients are copies, so with `scale`
+    a call takes at most `_SCALED_AT_ONCE` bytes of parameters. Fused kernels run on CPUs for the dtypes `on_cpus`.
     """
     members = list(zip(*groups, strict=True))
     fused = [may_fuse and _may_fuse(on_cpus, *member) for member in members]
@@ -243,14 +239,10 @@ class _UpdateTwins:
 
 
 def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
-    """Define the three operators of an update.
+    """Define the three operators of an update, whose functional operator has the given name, such as "adam_update".
 
-    Args:
-        name: the functional operator's name, such as "adam_update".
-        in_place: the function that updates lists of tensors, such as `adam_`.
-        state: names of the state tensors. The operators take the parameter, the gradient, then the state. The
-            functional operator returns the new parameter and state, and the other operators overwrite them.
-        flags: names of the bool arguments.
+    `in_place` updates lists of tensors (`adam_`). The operators take the parameter, the gradient, then the state. The
+    functional operator returns the new parameter and state, and the other operators overwrite them.
     """
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]

@@ -28,14 +28,9 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Return four random words for each counter.
+    """Return four random words in [0, 2^32) for each counter, int64, of the broadcast shape.
 
-    Args:
-        counter: four int64 tensors of 32 bit words, low word first. They are broadcast against each other.
-        key: two int64 tensors of 32 bit words, low word first.
-
-    Returns:
-        Four int64 tensors of words in [0, 2^32), of the broadcast shape.
+    `counter` has four, and `key` two int64 tensors of 32 bit words, low word first, which are broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -12,13 +12,10 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path, purpose: str) -> None:
-    """Make a folder that only this user can open, and its parents. An existing folder must already be private.
+    """Make a folder that only this user can open, and its parents, or raise `OSError`.
 
-    `purpose` names the folder's contents in the error message, such as "generated kernels".
-
-    Raises:
-        OSError: the folder cannot be made.
-        KernelError: the folder belongs to another user, or other users can write to it.
+    An existing folder must already be private, else `KernelError` is raised. `purpose` names the folder's contents in
+    the message, such as "generated kernels".
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)

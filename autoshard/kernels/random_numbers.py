@@ -144,13 +144,7 @@ def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One distribution of `autoshard::random`.
-
-    Args:
-        draw: `draw(words, *parameters, dtype=dtype)` returns a random number for each element.
-        accepts: maps the parameters to a bool, whether they are in range.
-        range: the condition of `accepts` as text, for messages.
-    """
+    """A distribution: how to draw numbers from words, and which parameters it accepts, also as text."""
 
     draw: Callable[..., Tensor]
     accepts: Callable[..., bool]

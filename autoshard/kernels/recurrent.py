@@ -35,7 +35,7 @@ from autoshard.kernels.library import accumulation_dtype, define, differentiate
 def lstm_reference(
     inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run all time steps of an LSTM layer.
+    """Run all time steps of an LSTM layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, 4 H], the product x W_ih^T plus all biases, gates in the order i, f, g, o.
@@ -49,9 +49,6 @@ def lstm_reference(
     Returns:
         y [B, T, P] and the states after the last step, [B, P] and [B, H]. For the backward, also gates [B, T, 4 H]
         after their nonlinearities, and cells [B, T, H].
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("lstm", 4, inputs, (h0, c0), w_hh, w_hr)
     h, c = h0, c0.to(accumulation_dtype(inputs.dtype))
@@ -128,7 +125,7 @@ def lstm_backward_reference(
 def gru_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run all time steps of a GRU layer.
+    """Run all time steps of a GRU layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, 3 H], the product x W_ih^T + b_ih, gates in the order r, z, n.
@@ -140,9 +137,6 @@ def gru_reference(
     Returns:
         y [B, T, H] and the state after the last step [B, H]. For the backward, also gates [B, T, 4 H], the values of
         r, z, n and q.
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("gru", 3, inputs, (h0,), w_hh)
     dtype, parts = accumulation_dtype(inputs.dtype), (2 * h0.shape[1], h0.shape[1])
@@ -190,7 +184,7 @@ def gru_backward_reference(
 def rnn_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, relu: bool, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run all time steps of an Elman layer.
+    """Run all time steps of an Elman layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, H], the product x W_ih^T plus all biases.
@@ -201,9 +195,6 @@ def rnn_reference(
 
     Returns:
         y [B, T, H], and the state after the last step [B, H].
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("rnn", 1, inputs, (h0,), w_hh)
     nonlinearity = torch.relu if relu else torch.tanh

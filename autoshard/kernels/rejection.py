@@ -156,12 +156,9 @@ def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
 
 
 def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Tensor) -> Tensor:
-    """Return the least k whose cumulative probability exceeds `u`. Elements that are not `wanted` are meaningless.
+    """Return the least k whose cumulative probability exceeds `u` in [0, 1). Elements not `wanted` are meaningless.
 
-    Args:
-        u: numbers in [0, 1).
-        none: the probability of 0.
-        growth: maps k to the probability of k divided by the probability of k - 1.
+    `none` is the probability of 0, and `growth(k)` the probability of k divided by that of k - 1.
     """
     k, probability, reached = torch.zeros_like(u), none, none
     for step in range(1, _MOST_STEPS):

@@ -76,11 +76,9 @@ class Launch:
 
 @dataclass(slots=True)
 class Tuner:
-    """Chooses block sizes and warps for launches, and remembers its choices.
+    """Chooses block sizes and warps for launches, and remembers its choices, which processes share in `store`.
 
-    Args:
-        store: the folder of choices that processes share.
-        timer: measures in place of `triton.testing.do_bench`. With a timer, interpreted kernels are tuned too.
+    `timer` measures in place of `triton.testing.do_bench`. With a timer, interpreted kernels are tuned too.
     """
 
     store: Store

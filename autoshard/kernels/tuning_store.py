@@ -80,9 +80,7 @@ class Store:
     def identity(self) -> str:
         """Return a random text that is kept in the folder. Processes that get the same text share their choices.
 
-        Raises:
-            OSError: the folder cannot be written, or cannot be locked.
-            KernelError: the folder is not private to this user.
+        Raise `OSError` if the folder cannot be written or locked, and `KernelError` if it is not private to this user.
         """
         path = self.folder / _IDENTITY
         with self._locked():

@@ -29,11 +29,9 @@ class ProgramCall:
     """One call of a program.
 
     Args:
-        executable: the program.
         inputs: the tensors among the call's arguments, by name ("input:0").
-        all_tangents: returns the program with a tangent for each output; the first time, it compiles the program.
-        differentiate: returns a call that computes this call's gradients from its inputs and tangents; the first time,
-            it compiles the program.
+        all_tangents: returns the program with a tangent for each output; compiles it the first time.
+        differentiate: returns a call that computes this call's gradients from its inputs and tangents.
     """
 
     executable: Executable
@@ -92,12 +90,8 @@ class ProgramFunction(torch.autograd.Function):
 class GradientFunction(torch.autograd.Function):
     """`apply(first, names, *tensors, *tangents)` returns the gradients of a call. Autograd can differentiate them.
 
-    Args:
-        first: the context of the call's `ProgramFunction`. `forward` sets `first.gradient_names`, the names of the
-            returned gradients.
-        names: the names of the tangents.
-        tensors: the inputs of the call, in the order of the program's input slots.
-        tangents: the gradients of outputs of the call, in the order of `names`.
+    `first` is the context of the call's `ProgramFunction`, which gets the names of the gradients. `names` are those of
+    the tangents. `tensors` are in the order of the program's input slots.
     """
 
     @staticmethod

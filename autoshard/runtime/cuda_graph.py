@@ -50,13 +50,9 @@ def _leave(stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor)
 class CudaGraph:
     """Runs one function: twice as it is, and from the third call on as a CUDA graph.
 
-    A graph reads and writes the memory with which it was recorded. Tensors at a new address in each call are copied
-    into memory of the graph. If another tensor moves, the graph is recorded again, and that tensor is copied from then
-    on.
-
-    Args:
-        moving: positions, among the function's tensors, of tensors whose address changes at each call.
-        record: records the launches of a function.
+    A graph reads and writes the memory with which it was recorded. The tensors at the positions `moving` have a new
+    address in each call, and are copied into memory of the graph. If another tensor moves, the graph is recorded again,
+    and that tensor is copied from then on.
     """
 
     moving: set[int]

@@ -35,9 +35,7 @@ class Prove(Protocol):
 class Executor:
     """Runs the training steps of a module, and its calls in pipeline stages. All ranks must call its methods together.
 
-    Args:
-        messages: the messages between pipeline stages; None if programs have no stages.
-        prove: proves orders; None to skip the proofs.
+    `messages` is None if programs have no stages, and `prove` is None to skip the proofs of orders.
     """
 
     def __init__(self, messages: StageMessages | None = None, prove: Prove | None = None) -> None:

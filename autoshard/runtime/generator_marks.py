@@ -26,14 +26,7 @@ The blocks have 160,000 words, which take 2 ms to draw, once per seed.
 
 
 class Mark(NamedTuple):
-    """A state of the generator, in this process.
-
-    Args:
-        seed: the seed of the generator.
-        block: a hash of the present block.
-        drawn: the number of words drawn from the block.
-        rest: a hash of the cached normal number.
-    """
+    """The generator's state: seed, hash of the block, words drawn from it, hash of the cached normal number."""
 
     seed: int
     block: int

@@ -44,12 +44,8 @@ class GraphedPasses:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run forward and backward; return the local outputs, and the gradients carried into the update.
 
-        The results are valid until the next call.
-
-        Args:
-            executable: the program.
-            values: local inputs of the forward, then the results of `run_hoisted`.
-            tangents: local gradients of the outputs.
+        `values` are local inputs, then the results of `run_hoisted`; `tangents` are local. The results are valid until
+        the next call.
         """
 
         def run_both(given: list[Tensor]) -> list[Tensor]:

@@ -18,12 +18,9 @@ from autoshard.runtime.per_program import PerProgram
 
 @dataclass(frozen=True, slots=True)
 class UpdateInputs:
-    """The inputs of a program's update.
+    """The inputs of a program's update, in its order, by stage number, with the options of an earlier step.
 
-    Args:
-        tensors: by stage number, the stage's parameters, state and options, in the order of the update's inputs. The
-            options are those of an earlier step.
-        are_counted_together: whether the updated parameters are exactly the parameters whose steps were counted last.
+    `are_counted_together`: the updated parameters are exactly the parameters whose steps were counted last.
     """
 
     tensors: Mapping[int, list[torch.Tensor]]
@@ -34,10 +31,7 @@ class UpdateInputs:
 class KnownState:
     """The contents of an optimizer when this object was made: its groups, parameters and state tensors.
 
-    Args:
-        members: the modules, parameters and buffers of the model that the optimizer updates.
-        rules: the update rule of each group.
-        update: the optimizer's update, if it is the same at each step; else None.
+    `rules` has the update rule of each group. `update` is the optimizer's update, if it is the same at each step.
     """
 
     optimizer: torch.optim.Optimizer

@@ -66,9 +66,7 @@ def make_engine(
 ) -> Engine:
     """Return the engine for a mesh: `DistributedEngine` if the run has a process for each rank, else the simulator.
 
-    Args:
-        mesh: a torch `DeviceMesh`, which processes always run, or a `Mesh`.
-        wrap, check_in_place, finish_in_place, timeout_s: with processes, as for `DistributedEngine`.
+    Processes always run a `DeviceMesh`. Arguments from `wrap` on are those of `DistributedEngine`.
 
     Raises:
         MeshError: `mesh` is not a mesh, or the run has several processes, but fewer than `mesh` has ranks.

@@ -84,11 +84,7 @@ class Lengths:
     """Pads the calls of a module, if a proof shows that padding changes no result.
 
     Padded calls with equal keys, for example with the same shapes after padding, are of one kind and share a proof.
-
-    Args:
-        model: the user's model, whose `forward` names the arguments.
-        padding: the padding value by the name of an argument, or "input:2" for the positional argument 2.
-        find_proof: searches for the proof.
+    `padding` has the value by the name of an argument of `forward`, or "input:2" for the positional argument 2.
     """
 
     model: nn.Module

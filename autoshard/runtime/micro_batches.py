@@ -37,10 +37,8 @@ class CutBatch:
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
     """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
 
-    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch.
-
-    Raises:
-        TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch. Raise `TraceError` if
+    tensors differ in the size of dim 0, or `parts` does not divide it.
     """
     if parts == 1:
         return [(tuple(args), dict(kwargs))]
@@ -97,11 +95,8 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
     """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
-    If the model branches on values, micro-batches may have different programs. The result is then the program that
-    takes the same branches as the whole batch. `find` is called once for each micro-batch.
-
-    Raises:
-        NotAvailableError: no micro-batch is known to take the branches of the whole batch.
+    If the model branches on values, micro-batches may have different programs. The result then takes the same branches
+    as the whole batch. Raise `NotAvailableError` if there is none. `find` is called once for each micro-batch.
     """
     executables, calls = zip(*(find(*part) for part in parts), strict=True)
     found = dict.fromkeys(executables)
@@ -123,12 +118,9 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
 
 
 def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
-    """Return the weight of each micro-batch's loss in the loss of the batch.
+    """Return the weight of each micro-batch's loss in the loss of the batch, given the micro-batches' common program.
 
-    `compiled` is the program of a micro-batch, and `parts` are the arguments of each.
-
-    Raises:
-        NotAvailableError: the loss is not a weighted sum over micro-batches.
+    Raise `NotAvailableError` if the loss is not a weighted sum over micro-batches.
     """
     if len(parts) == 1:
         return [1.0]

@@ -41,23 +41,13 @@ _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class ProcessGroups:
-    """The process groups along the axes of a torch `DeviceMesh`.
+    """The process groups along the axes of a torch `DeviceMesh`, of which this process has `rank`.
 
-    Groups over several axes, and groups for a purpose, are made at first use. All ranks run the same program text, so
-    they make these groups in the same order. There are at most three groups for each set of axes.
+    Groups over several axes, and groups for a purpose, are made at first use, in the same order on all ranks. There are
+    at most three groups for each set of axes. On CPUs, communication in a new group raises an error after `timeout_s`.
 
     The stages of a pipeline have different programs, whose ranks use the groups of `outer`, on the mesh of all ranks.
     `outer.prepare` makes these groups for all stages together.
-
-    Args:
-        device_mesh: the mesh; this process is on it.
-        timeout_s: on CPUs, the seconds after which communication in a new group raises an error.
-        outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
-
-    Attributes:
-        mesh: the mesh as a `Mesh`.
-        rank: the rank of this process on the mesh.
-        on_cpu: whether the mesh runs on CPUs.
     """
 
     def __init__(

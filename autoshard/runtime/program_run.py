@@ -88,10 +88,8 @@ class ProgramRun:
     Args:
         table: the values that stages send each other.
         stages: the stages that run in this process, by number.
-        messages: sends the values.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
         weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
-        take: called with the outputs of each forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 

@@ -21,14 +21,13 @@ from autoshard.runtime.engine import Engine, Loaded, LocalValue, Reader
 
 @dataclass(frozen=True, eq=False)
 class ProgramUpdate:
-    """The update of one program: of one rank, or of one rank of a pipeline stage.
+    """The update of one program, or of one pipeline stage.
 
     Args:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
         writes: slots of updated parameters and state; for a stage that clips, also of its sum of squares.
-        engine: the engine that runs the update.
     """
 
     graph_module: fx.GraphModule
@@ -47,10 +46,7 @@ class ProgramUpdate:
         """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
 
         Return the sum as a scalar (None if the stage does not clip), and local values to pass to `run` as `kept`.
-
-        Args:
-            carried: the gradients, summed over micro-batches.
-            held: parameters, optimizer state and options, in the order of `reads`.
+        `carried` are the summed gradients, and `held` has the tensors of `reads`.
         """
         if self._first is None or self._squares is None:
             return None, []

@@ -25,12 +25,11 @@ _KNOWN = 4096
 class SeedSequence:
     """A sequence of seeds: one seed for each call, or micro-batch, that draws random numbers.
 
-    A seed is computed from torch's initial seed (`base`) and the number of earlier draws (`count`), which are the place
-    in the sequence.
+    The place in the sequence is torch's initial seed (`base`) and the number of earlier draws (`count`).
 
-    A call that draws advances torch's CPU generator. If the user moves the generator back, the sequence moves back too,
-    as on one device. Setting a seed (even the same seed), leaving `torch.random.fork_rng` and setting a state move the
-    generator back. Draws in the user's own code do not move the sequence, so ranks may draw different numbers there.
+    A call that draws advances torch's CPU generator. If the user moves the generator back (by a seed, a state, or
+    leaving `torch.random.fork_rng`), the sequence moves back too, as on one device. Draws in the user's own code do not
+    move it.
 
     Ranks must set equal seeds. They compare seeds when they compile, and when the user has moved the sequence. After
     `load`, the sequence continues from the saved state, independent of torch's seed.

@@ -23,8 +23,6 @@ class FlatCall:
     """The arguments of a call, flattened by torch's pytree, with keyword arguments in the order of their names.
 
     Args:
-        leaves: the leaves.
-        tree: the nesting of the leaves.
         outputs: the form of the returned outputs: sharded, whole, or the loss alone.
         as_compiled: the program is traced with `torch.compiler.is_compiling()` true.
         exact: the call before padding, if inputs are padded; else None.

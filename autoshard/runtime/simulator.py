@@ -46,7 +46,7 @@ def simulate(
     Args:
         program: a lowered program, or the graph of a program without attributes; `autoshard.ir.communicators` names
             the groups of its collectives.
-        mesh: the mesh.
+        inputs: for each placeholder, the value of each rank. Give the same object to ranks that hold copies.
         on_values: called after each node, for example to compare values.
 
     Returns:

@@ -74,7 +74,6 @@ def describe_update(
     Parameters of one group with unequal numbers of steps form separate groups.
 
     Args:
-        optimizer: a traced optimizer.
         names: the name of each parameter by `id`.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
@@ -116,10 +115,7 @@ def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Up
 class TracedState:
     """Passes the state and options of a traced optimizer to programs, and stores the results in the optimizer.
 
-    Args:
-        optimizer: a traced optimizer over parameters of the model.
-        engine: the engine that runs the programs.
-        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
+    Gradients are scaled down to the norm `max_grad_norm` over all parameters; None: no clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:

@@ -28,9 +28,7 @@ Trace = Callable[[], Program]
 
 @dataclass(slots=True)
 class VaryingNumbers:
-    """The changing numbers that calls of one program read.
-
-    The keys are the `id` of the object that has the number, and the attribute's name.
+    """The changing numbers that calls of one program read, by their object's `id` and the attribute's name.
 
     Args:
         watched: numbers that are guarded by conditions.
@@ -49,10 +47,8 @@ class VaryingNumbers:
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:
         """Watch the numbers that differ between the remembered states of a program and now; yield notes to log.
 
-        Args:
-            states: the guards of traces that gave the same program, newest last. The present trace gave it too.
-            expected: the fingerprint of the program.
-            trace: traces the call with the present model.
+        `states` are the guards of traces that gave the same program, newest last, and the present trace gave it too.
+        `expected` is the program's fingerprint. `trace` traces the call with the present model.
         """
         new = {item.key: item for item in _changing(states, {*self.watched, *self.exact})}
         tried = {**self.watched, **new}

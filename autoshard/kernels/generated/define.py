@@ -41,13 +41,7 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A kernel that was generated for a group.
-
-    Args:
-        operator: the operator of torch that runs the kernel.
-        function: the kernel, a `@triton.jit` function.
-        path: the file with the kernel's source.
-    """
+    """A kernel that was generated for a group: torch's operator, the `@triton.jit` function, layout and file."""
 
     group: Group
     operator: OpOverload
@@ -73,12 +67,7 @@ class GeneratedKernel:
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A group with the texts that make its source readable.
-
-    Args:
-        names: a name for each value of the group, in the order of the values' numbers.
-        purpose: the first lines of the kernel's docstring.
-    """
+    """A group with a name for each value, in the order of the values' numbers, and the first lines of a docstring."""
 
     group: Group
     names: tuple[str, ...]
@@ -102,10 +91,6 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
     """Return a dict from each group to its kernel.
 
     All sources are written to one file. A group without a kernel in this process gets a new operator.
-
-    Args:
-        groups: the groups of one program, without repetitions.
-        title: the first line of the file's docstring.
 
     Raises:
         KernelError: the file cannot be written, or its folder cannot be made private to this user.

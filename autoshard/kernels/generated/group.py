@@ -57,13 +57,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of an operator within a group.
-
-    Args:
-        args: the positional arguments, with a `Ref` in place of each tensor.
-        kwargs: names and values of the keyword arguments, also with `Ref`s.
-        value: shape, strides and dtype of the result.
-    """
+    """One call of an operator, with a `Ref` in place of each tensor among its arguments, and its result's shape."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -90,10 +84,7 @@ class GroupStep:
 class Group:
     """The operators of a generated kernel. Two groups are equal if their `text` is equal.
 
-    Args:
-        operands: shape, strides and dtype of each operand.
-        steps: the calls. Each call reads operands and results of earlier steps.
-        results: the numbers of the values that the kernel returns.
+    Each of `steps` reads operands and results of earlier steps. `results` are the numbers of the returned values.
     """
 
     operands: tuple[ValueShape, ...]

@@ -338,9 +338,7 @@ def convert(text: str, before: str, after: str) -> str:
 def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapping[int, str]) -> str | None:
     """Return the Triton expression of a pointwise step in its own dtype, or None if its arguments have none.
 
-    Args:
-        values: shape, strides and dtype of each value of the group.
-        texts: from the number of an operand to its expression, a variable's name.
+    `values` has the shape of each value of the group. `texts` maps the number of an operand to its expression.
     """
     entry = POINTWISE[step.target]
     if not _has_plain_arguments(step, values):
@@ -402,9 +400,7 @@ def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwi
 def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) -> str | None:
     """Return the Triton expression of a reduction over the columns of a tile, or None if the dtypes have none.
 
-    Args:
-        text: the expression of the operand.
-        mask: the expression that is true where the tile has an element. Elsewhere the identity element is used.
+    `text` is the operand's expression. The identity element stands where the expression `mask` is false.
     """
     source, target = operand.dtype, step.value.dtype
     if source not in TRITON_TYPES or target not in TRITON_TYPES:

@@ -93,13 +93,9 @@ class Source:
 
 
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """Return the launch configuration of a group's kernel: block sizes, numbers of programs and warps, and split sums.
+    """Return the launch configuration of a group's kernel, in which the value numbers `sums` may be split.
 
-    Args:
-        sums: the sums that may be split, as value numbers (`splittable_sums`).
-
-    Raises:
-        NoLoopsError: rows are too long for registers.
+    Raise `NoLoopsError` if rows are too long for registers.
     """
     if not loops.columns:
         return ElementLayout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
@@ -164,14 +160,9 @@ def _lies_by_columns(loops: Loops) -> bool:
 
 
 def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
-    """Return the source of a group's kernel and its launch configuration.
+    """Return the source of a group's kernel and its launch configuration, or raise `NoLoopsError` if there is none.
 
-    Args:
-        names: a name for every value, used for variables and pointers.
-        purpose: the first lines of the kernel's docstring.
-
-    Raises:
-        NoLoopsError: no kernel can compute the group; the message is the reason.
+    `names` has a name for every value. `purpose` is the first lines of the kernel's docstring.
     """
     return _KernelSource(group, _identifiers(names), purpose).write()
 
@@ -297,9 +288,8 @@ class _KernelSource:
     def _offset(self, flat: str, sizes: Sequence[int], strides: Sequence[int], first: int) -> str:
         """Return the text of a tensor's offset along the rows or along the columns, empty if all strides are 0.
 
-        Args:
-            flat: the variable of the flat index: "row", "column" or "index".
-            first: the number of the first of these axes, for the variables `i0`, `i1`, ...
+        `flat` is the variable of the flat index: "row", "column" or "index". `first` numbers the first axis: `i0`,
+        `i1`, ...
         """
         if not any(strides):
             return ""

@@ -61,13 +61,8 @@ class ControlChannel:
     def exchange(self, value: bytes, action: str, timeout_s: float | None = None) -> list[bytes]:
         """Send `value` in the next turn, and return the messages of all ranks, in the order of `ranks`.
 
-        Args:
-            value: this rank's message.
-            action: the action that follows, for the error message if a rank is lost.
-            timeout_s: seconds without a sign of life after which a rank is lost; default: `timeout_s` of the channel.
-
-        Raises:
-            LostRankError: on every rank, also on a late one, if a rank did not come in time.
+        `action`, which follows, is for messages. `timeout_s` is by default that of the channel. If a rank does not come
+        in time, raise `LostRankError` on every rank, also on a late one.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)

@@ -27,9 +27,7 @@ T = TypeVar("T")
 class PieceFact:
     """A fact that is compared only among the ranks that hold the same piece of a tensor.
 
-    Args:
-        name: the fact's name in error messages.
-        place: a text that is equal on ranks with the same piece, and differs on other ranks.
+    `place` is a text that is equal on ranks with the same piece, and differs on other ranks. `name` is for messages.
     """
 
     name: str
@@ -79,10 +77,8 @@ class ControlGroup:
     def agree(self, facts: Callable[[], Facts], action: str = "compile the same program") -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
-        Args:
-            facts: returns values by name. A value named by a `PieceFact` is compared among the ranks that have an equal
-                `PieceFact`.
-            action: the action that follows, for the error message if a rank is lost.
+        A value named by a `PieceFact` is compared among the ranks that have an equal `PieceFact`. `action`, which
+        follows, is for the message if a rank is lost.
         """
         everyone = self.gather(dict(facts()), action)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)

@@ -61,12 +61,9 @@ def digest_of(tensor: torch.Tensor) -> str:
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
     """Return a digest of tensors on one device, from the sum of each tensor's words and a sample of its bytes.
 
-    A tensor of at most `most` bytes is hashed whole. For a larger tensor, the digest covers the sum of all words and a
-    sample of at most `most` bytes. A swap of two values does not change the sum. The sample shows the swap if it
-    contains one of the values. Each `turn` samples other bytes.
-
-    Returns:
-        On the CPU, an integer: a hash of bytes. On other devices, a 0-dim int64 tensor.
+    A tensor of at most `most` bytes is hashed whole. A swap of two values does not change the sum, and shows only if
+    the sample contains one of the values. Each `turn` samples other bytes. The digest is an int on the CPU, else a
+    0-dim int64 tensor.
     """
     if tensors[0].device.type == "cpu":
         memories = [bytes_of(tensor) for tensor in tensors]

@@ -29,16 +29,12 @@ _ELEMENTS = 64
 class ParameterWatch:
     """Computes digests of tensors, which ranks compare at each call.
 
-    `changes` returns a digest of in-place changes, which show in torch's version counters. Writes through `.data` do
-    not show there. To find them, `sample` returns a digest of a few elements of a few tensors. The digest is compared
-    among the ranks that hold the same piece. Parameters of another pipeline stage have versions too, because all ranks
-    run the user's line that changes a parameter in place.
+    `changes` returns a digest of in-place changes, which show in torch's version counters, also for parameters of other
+    stages. Writes through `.data` do not show there. To find them, `sample` returns a digest of a few elements of a few
+    tensors, for the ranks with the same piece. Tensors are grouped by their sharding, so a new sharding needs a new
+    watch.
 
-    The tensors are grouped for `sample` by their sharding at construction. A new sharding needs a new watch.
-
-    Args:
-        named: parameters and buffers with their names.
-        ranks: the number of ranks, in all pipeline stages together.
+    `ranks` is the number of ranks, in all pipeline stages together.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
@@ -62,11 +58,10 @@ class ParameterWatch:
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """Return a digest of a few elements of one group of tensors, in a dict with one entry.
+        """Return a dict with a digest of a few elements of one group of tensors, other elements at each `turn`.
 
-        The key says which piece of the tensors this rank holds, and which elements were read. `turn` is the number of
-        the call; each turn reads other elements. The digest is a tensor if the elements are on an accelerator. The dict
-        is empty if no other rank holds the same piece of a tensor, or after `stop_sampling`.
+        The key says which piece of the tensors this rank holds, and which elements were read. The digest of elements on
+        an accelerator is a tensor. The dict is empty if no other rank holds the same piece, or after `stop_sampling`.
         """
         if not self._groups:
             return {}

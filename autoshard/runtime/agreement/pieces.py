@@ -21,12 +21,10 @@ WHOLE = str(())
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """This rank's piece of a tensor.
+    """This rank's piece of a tensor: `local` is the piece, or the whole tensor.
 
-    Args:
-        local: the piece, or the whole tensor.
-        shard_coordinates: for each mesh axis that splits the tensor, the number of the axis and this rank's index along
-            it. Ranks with equal coordinates hold the same piece. Empty if every rank holds the whole tensor.
+    `shard_coordinates` has, for each mesh axis that splits the tensor, the number of the axis and this rank's index
+    along it. Ranks with equal coordinates hold the same piece.
     """
 
     local: torch.Tensor

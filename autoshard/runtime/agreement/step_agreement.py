@@ -43,13 +43,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Check(Enum):
-    """When ranks compare their calls. Ranks always agree before they compile.
-
-    Args:
-        ALWAYS: at each call.
-        FIRST: at the first call of each program.
-        OFF: never.
-    """
+    """When ranks compare calls: at each call, at a program's first call, or never. They always agree to compile."""
 
     ALWAYS = "always"
     FIRST = "first"
@@ -92,11 +86,7 @@ class _Posted:
 
 
 class StepAgreement:
-    """Compares the calls of a module among its ranks; does nothing if one process runs alone.
-
-    Args:
-        control: the ranks of the whole run, in all pipeline stages; None if this process runs alone.
-        check: when to compare.
+    """Compares the calls of a module among its ranks, in all pipeline stages; does nothing if `control` is None.
 
     Attributes:
         one_thread: the context of a call, which lets one thread at a time call the module.
@@ -171,9 +161,7 @@ class StepAgreement:
     def settle(self) -> None:
         """Wait for the numbers of all ranks about the present call, if this rank has sent its numbers.
 
-        Raises:
-            RankMismatchError: on every rank, if ranks disagree.
-            LostRankError: on every remaining rank, if a rank does not come in time.
+        Raise `RankMismatchError` on every rank if ranks disagree, and `LostRankError` if a rank does not come in time.
         """
         posted, self._posted = self._posted, None
         if posted is None:

@@ -46,9 +46,7 @@ Row = tuple[int, ...]
 class VectorExchange:
     """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`. `connect` makes it on all ranks together.
 
-    Args:
-        channel: the channel of the ranks, which finds out which rank is lost.
-        links: for each round, the socket to the receiving rank, and the socket to the sending rank.
+    `channel` finds out which rank is lost. `links` has, for each round, the sockets to the receiver and to the sender.
     """
 
     def __init__(self, channel: ControlChannel, links: Sequence[tuple[socket.socket, socket.socket]]) -> None:

@@ -110,12 +110,10 @@ def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, in
 
 @dataclass(frozen=True, slots=True)
 class _FolderContent:
-    """The content of a folder of weights.
+    """The tensors of each file of a folder of weights, by the file's name and the tensor's name.
 
-    Args:
-        files: the tensors of each file, by the file's name and the tensor's name.
-        write_beside: writes the other files, such as the configuration, into a folder.
-        replaced: matches the names of files in an old folder that the new folder does not keep.
+    `write_beside` writes the other files, such as the configuration, into a folder. `replaced` matches the names of
+    files in an old folder that the new folder does not keep.
     """
 
     files: Mapping[str, Mapping[str, Unread]]

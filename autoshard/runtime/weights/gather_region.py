@@ -20,12 +20,10 @@ _C10D = torch.ops._c10d_functional
 
 @torch.no_grad()
 def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
-    """Return the values of a region of `tensor`, in whole. All ranks of its mesh must call together.
+    """Return the values of a region of the whole `tensor`. All ranks of its mesh must call together.
 
-    Args:
-        tensor: sharded by `Shard` and `Replicate` only.
-        region: a region of the whole tensor.
-        group: torch's name of the process group of all ranks of the mesh, in rank order.
+    The tensor is sharded by `Shard` and `Replicate` only. `group` is torch's name of the process group of all ranks of
+    the mesh, in rank order.
     """
     mine = LocalPart.of(tensor)
     place = tuple(tensor.device_mesh.get_coordinate() or ())

@@ -37,10 +37,6 @@ def init_weights(
     """Initialise the weights of a model, sharded over the ranks, by its initialisers. All ranks must call.
 
     Args:
-        model: the user's model.
-        engine: the engine that runs it.
-        record: records the initialisers.
-        seed: the seed of random numbers.
         unset: names of weights without values, on any rank.
         only: names of the weights to initialise; None: all.
         pipeline_rank_of: see `Engine.place`.

@@ -14,12 +14,10 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """This rank's part of a tensor; empty if only other ranks hold the tensor.
+    """This rank's part of a tensor of `shape`; empty if only other ranks hold the tensor.
 
-    Args:
-        tensor: the rank's own memory; writes to it are writes to the whole tensor.
-        offset: the global index of its first element, one entry per dim.
-        shape: the shape of the whole tensor.
+    `tensor` is the rank's own memory; writes to it are writes to the whole tensor. `offset` is the global index of its
+    first element.
     """
 
     tensor: torch.Tensor

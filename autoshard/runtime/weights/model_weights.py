@@ -23,14 +23,7 @@ InitFunction = Callable[[nn.Module], Any]
 
 @dataclass(slots=True)
 class Weights:
-    """Parameters and buffers of a compiled model.
-
-    Args:
-        model: the user's model.
-        engine: the engine that shards and runs the model.
-        compiler: records the model's initialisers.
-        unset: the weights that have memory but no values yet.
-    """
+    """Parameters and buffers of a compiled model: their places and initialisers, and those without values yet."""
 
     model: nn.Module
     engine: Engine

@@ -70,10 +70,8 @@ def write_configurations(model: Any, path: Path) -> None:
 def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
     """Return the model without peft's layers, on the meta device, and its tensors with active adapters merged.
 
-    A layer is merged when one of its tensors is read. `tensors` are those of the model's state dict, by name.
-
-    Raises:
-        WeightsError: an adapter cannot be merged, or would be merged into a tied weight.
+    A layer is merged when one of its tensors is read. `tensors` are those of the model's state dict, by name. Raise
+    `WeightsError` if an adapter cannot be merged, or would be merged into a tied weight.
     """
     every = [*model.named_parameters(), *model.named_buffers()]
     outlines: dict[int, Any] = {id(item): _outline(item) for _, item in every}

@@ -56,12 +56,10 @@ class _Applied:
 
 @dataclass(frozen=True, slots=True)
 class _BoxedValue:
-    """A formula: a value into which boxes are written, one by one.
+    """A formula: a value (`first`) into which boxes are written, one by one.
 
-    Args:
-        first: the value before the writes.
-        writes: for each write, the written box, the dims of the box that the written tensor has, and the operator that
-            writes. The other dims of the box have size 1.
+    A write has the written box, the dims of the box that the written tensor has, and the operator that writes. The
+    other dims of the box have size 1.
     """
 
     first: _Formula
@@ -73,13 +71,10 @@ _Formula = _Drawn | _Before | _Applied | _BoxedValue
 
 @dataclass(slots=True)
 class Replay:
-    """Computes the values of a record.
+    """Computes the values of a record, on the device of `seed`, the seed of random numbers.
 
-    Args:
-        record: the recorded operations of initialisers.
-        seed: the seed of random numbers; values are computed on its device.
-        whole_of: takes the name of a weight; returns its whole value before initialisation. All ranks must call it for
-            the same weights in the same order.
+    `whole_of` takes the name of a weight, and returns its whole value before initialisation. All ranks must call it for
+    the same weights in the same order.
     """
 
     record: Initialisation

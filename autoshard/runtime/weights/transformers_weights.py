@@ -32,10 +32,8 @@ def applies_to(model: nn.Module) -> bool:
 def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
     """Convert the tensors of files, `stored`, to the form of a transformers model, whose tensors have `names`.
 
-    Return the converted tensors by the model's names, and the names in the files that the model lacks.
-
-    Raises:
-        WeightsError: several tensors of the files are one tensor of the model.
+    Return the converted tensors by the model's names, and the names in the files that the model lacks. Raise
+    `WeightsError` if several tensors of the files are one tensor of the model.
     """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping

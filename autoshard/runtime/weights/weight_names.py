@@ -18,12 +18,9 @@ from autoshard.runtime.weights.unread import Unread
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The match of files' tensors to a model's tensors.
+    """The files' tensors by their names in the model, and the names that do not match.
 
-    Args:
-        sources: the files' tensors, by their names in the model.
-        unexpected: names in files that the model lacks.
-        optional: names in the model that files may lack.
+    `unexpected` are names in files that the model lacks. `optional` are names in the model that files may lack.
     """
 
     sources: dict[str, Unread] = field(default_factory=dict)
