@@ -155,7 +155,7 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Run back to back for `share_s` seconds and at least twice, after one untimed run to warm up."""
+    """Time runs back to back for `share_s` seconds and at least twice, after one untimed run to warm up."""
     action()
     _synchronize()
     if distributed.is_initialized():
@@ -174,7 +174,7 @@ def _synchronize() -> None:
 
 
 def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
-    """By name, functions that prepare a measurement of one rank and return a function that runs it once."""
+    """Return, by name, functions that prepare a measurement of one rank and return a function that runs it once."""
     place = _place()
     actions: dict[str, Callable[[], Callable[[], object]]] = {}
     for dtype, kind in DTYPES.items():
@@ -208,7 +208,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """The action "launch" launches many kernels, and gives the seconds of one launch."""
+    """Time each action in seconds. The action "launch" makes many launches, and counts as one of them."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -218,7 +218,7 @@ def _measure_device(
 
 
 def _group_sizes(ranks: int) -> list[int]:
-    """All ranks, and two if `ranks` is even; no group for one rank."""
+    """Return group sizes: all ranks, and two if `ranks` is even; no group for one rank."""
     if ranks == 1:
         return []
     return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
@@ -320,7 +320,7 @@ def _nothing() -> None:
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """The mean over all ranks is equal on all ranks."""
+    """Average each measurement over all ranks, so that it is equal on all of them."""
     if ranks == 1:
         return dict(measured)
     values = torch.tensor(list(measured.values()), dtype=torch.float64, device=_place())
@@ -359,7 +359,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Log(predicted / measured) is zero, unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured): zero, unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -368,7 +368,7 @@ def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: M
 
 
 def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
-    """FLOP/s without the launch: the median over the measured sizes."""
+    """Return FLOP/s of matrix products without the launch: the median over the measured sizes."""
     rates = []
     for key, seconds in measured.items():
         if key.startswith(f"matmul.{dtype}."):
@@ -464,7 +464,7 @@ def _samples(measured: Mapping[str, float]) -> list[_Sample]:
 
 
 def _residuals(cluster: Cluster, measured: Mapping[str, float]) -> dict[str, float]:
-    """Log(predicted / measured) of each measured matrix product and collective."""
+    """Return log(predicted / measured) of each measured matrix product and collective."""
     residuals: dict[str, float] = {}
     for sample in _samples(measured):
         group = GroupLinks(sample.group, sample.group, 1, cluster.node.intra, None)

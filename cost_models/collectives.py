@@ -165,7 +165,7 @@ def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """Start, latency of a round, and (n - 1)/n * bytes over the slowest link: fabric, network share or spine share."""
+    """Seconds of a ring's start, latency, and (n - 1)/n * bytes over the slowest of fabric, network and spine share."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
     return _start(group) + _around(group) + max(inside, _outside(carried, group))
@@ -187,7 +187,7 @@ def _switch(operand_bytes: float, group: GroupLinks) -> float:
 
 
 def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
-    """A tree over nodes, given the seconds of transfer (`inside`) and the number of hops (`steps`) in each node."""
+    """Seconds of a tree over nodes, given the seconds of transfer (`inside`) and the hops (`steps`) in each node."""
     if group.nodes == 1:
         return 2 * _start(group) + inside + _steps(steps, 0, group)
     crossings = 1 if group.nodes == 2 else 2
@@ -216,12 +216,12 @@ def _starts(group: GroupLinks) -> float:
 
 
 def _direct(carried_bytes: float, link: Link | None) -> float:
-    """Bytes / bandwidth, without the ramp of the bandwidth; 0 for an absent link."""
+    """Seconds of bytes / bandwidth, without the ramp of the bandwidth; 0 for an absent link."""
     return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Once out of each node, over all its cards in use, and at the same time out of each pod."""
+    """Seconds of bytes out of each node, over all its cards in use, and at the same time out of each pod."""
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
@@ -232,7 +232,7 @@ def ceil_log2(count: int) -> int:
 
 
 def _transfer(carried_bytes: float, link: Link | None) -> float:
-    """Bytes / bandwidth, with the ramp of the bandwidth; 0 for an absent link."""
+    """Seconds of bytes / bandwidth, with the ramp of the bandwidth; 0 for an absent link."""
     if link is None:
         return 0.0
     return carried_bytes / link.reached_bytes_per_s + _ramp(carried_bytes, link)
@@ -245,7 +245,7 @@ def _ramp(carried_bytes: float, link: Link) -> float:
 
 
 def _around(group: GroupLinks) -> float:
-    """Latency of a round: size - 1 hops, of which nodes - 1 cross the network, as in NCCL's tuner (nInterSteps)."""
+    """Seconds of latency of a ring's round: size - 1 hops, nodes - 1 of them over the network, as in NCCL's tuner."""
     return _steps(group.size - group.nodes, group.nodes - 1, group)
 
 
@@ -255,7 +255,7 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
 
 
 def _start(group: GroupLinks) -> float:
-    """The longest start among the links in use."""
+    """Seconds of start: the longest start among the links in use."""
     return max(link.start_s for link in group.links)
 
 

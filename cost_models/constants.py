@@ -106,7 +106,7 @@ def read(path: Path) -> HardwareFile:
 
 @lru_cache(maxsize=256)
 def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
-    """The time of the last change and the size are keys of the cache: plans are priced by the thousand."""
+    """Parse a file, cached by time of change and size, because plans are priced by the thousand."""
     return parse(read_document(path), str(path))
 
 
@@ -210,7 +210,7 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """Known names that contain the name or are spelled like it; without any, all known names."""
+    """Suggest known names that contain the name or are spelled like it; without any, all known names."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)

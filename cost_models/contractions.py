@@ -73,7 +73,7 @@ def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.einsum.default")
 def einsum(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count an einsum (equation, tensors) without ellipses as products of two operands, from left to right."""
+    """Count an einsum (equation, tensors) as products of two operands, from left to right. An ellipsis raises."""
     equation = str(arguments[0]).replace(" ", "")
     terms, _, result = equation.partition("->")
     if "." in equation:
@@ -126,7 +126,7 @@ def chain(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @lru_cache(maxsize=1024)
 def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
-    """Multiply the matrices [extents[i], extents[i + 1]] for all i, in order."""
+    """Choose the cheapest products of the matrices [extents[i], extents[i + 1]] for all i, in order."""
     if len(extents) <= 2:
         return ()
     choices = [
@@ -204,7 +204,7 @@ def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments)
 
 
 def _convolution_product(pixels: int, weight: tuple[int, ...], groups: int) -> MatmulShape:
-    """One product per group, of pixels, output channels, and input channels times kernel size (m, n, k)."""
+    """Return one product per group: pixels by output channels, over input channels times kernel size."""
     return MatmulShape(pixels, max(1, weight[0] // groups), prod(weight[1:]), groups)
 
 

@@ -49,13 +49,13 @@ def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
-    """First the products for gradients of rows, then those for gradients of matrices."""
+    """Return the products for gradients of rows, then those for gradients of matrices."""
     shapes = (first, second)
     return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
-    """The product for the gradient of a product's rows."""
+    """Return the product for the gradient of a product's rows."""
     return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
 
 
@@ -71,7 +71,7 @@ def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
 
 
 def _widths(inputs: Tensors) -> tuple[int, int, int]:
-    """H, I and g I."""
+    """Return H, I and g I of a layer."""
     hidden = inputs[0].shape[1]
     down, gate_up = inputs[-1].shape, inputs[3].shape
     elements = gate_up[1] * gate_up[2] * gate_up[3]
@@ -89,12 +89,12 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
-    """Each rank holds `held` of `experts`; x = (tokens, index, ...)."""
+    """Count the busiest rank's rows, if each rank holds `held` of `experts`; x = (tokens, index, ...)."""
     return busiest_rows(_assignments(x), max(1, experts // held))
 
 
 def _assignments(x: Tensors) -> int:
-    """T k, the number of a rank's own rows; x = (tokens, index, ...)."""
+    """Return T k, the number of a rank's own rows; x = (tokens, index, ...)."""
     return x[1].shape[0] * x[1].shape[1]
 
 
@@ -143,12 +143,12 @@ def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments
 
 
 def _operands_of_kept(inputs: Tensors) -> Tensors:
-    """The gradient, which is like x, stands for x among the forward's operands."""
+    """Let the gradient, which is like x, stand for x among the forward's operands."""
     return inputs[:-3]
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
+    """Count rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 
@@ -196,7 +196,7 @@ def _row_bytes(x: TensorInfo) -> int:
 
 
 def _counts_bytes(experts: int) -> float:
-    """One eight-byte number for each expert of all ranks."""
+    """Count the bytes of one eight-byte number for each expert of all ranks."""
     return 8.0 * experts
 
 
@@ -242,7 +242,7 @@ def _workspace_kept_backward(operands: Tensors, rows: float, activation: object,
 
 
 def _order_bytes(inputs: Tensors) -> int:
-    """Two eight-byte numbers for each row: its expert, and its place before sorting."""
+    """Count the bytes of two eight-byte numbers for each row: its expert, and its place before sorting."""
     return 2 * 8 * _assignments(inputs)
 
 

@@ -46,7 +46,7 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """A blocked algorithm takes `columns / panel` sequential steps, and reads `extra_bytes` beside its operands."""
+    """Count a blocked algorithm: `columns / panel` sequential steps, which read `extra_bytes` beside operands."""
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)
@@ -54,7 +54,7 @@ def _factor(
 
 
 def _register(flops: Callable[[int, int], float], *names: str) -> None:
-    """Operators that factorise their first operand; `flops` counts one matrix."""
+    """Register operators that factorise their first operand; `flops` counts one matrix."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, rows, columns = _matrix(inputs[0])
@@ -93,7 +93,7 @@ def solve(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _register_triangular(matrix: int, right: int, factor: float, *names: str) -> None:
-    """Factor * n^2 FLOPs for each right-hand side. `matrix` and `right` are indices among the operands."""
+    """Register solves of factor * n^2 FLOPs for each right-hand side; `matrix` and `right` index the operands."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, n, _ = _matrix(inputs[matrix])
@@ -110,7 +110,7 @@ _register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default", "aten.linalg_ldl
 
 
 def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:
-    """Right-hand sides of each matrix in a batch, which has `rows` rows in all."""
+    """Count the right-hand sides of each matrix in a batch, which has `rows` rows in all."""
     return max(1, prod(tensor.shape) // max(1, rows))
 
 

@@ -44,7 +44,7 @@ def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def _copy(leaf: Any) -> Any:
-    """Tensors keep their strides; other objects are returned as they are."""
+    """Copy a tensor with its strides; other objects are returned as they are."""
     return (
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         if isinstance(leaf, Tensor)

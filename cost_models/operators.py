@@ -121,7 +121,7 @@ _WORD_BYTES = 8
 
 def _register_random(name: str) -> None:
     def count(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-        """Kernels each read and write 64 bits of each element, and compute one FLOP for it."""
+        """Count kernels that each read and write 64 bits of each element, and compute one FLOP for it."""
         kernels, elements = RANDOM_KERNELS[name], numel(outputs[0])
         moved = kernels * elements * _WORD_BYTES
         return Work(kernels * elements, moved, moved, Kind.POINTWISE, "f32", steps=kernels)

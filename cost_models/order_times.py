@@ -126,7 +126,7 @@ def neighbours(stages: int) -> tuple[Transfer, ...]:
 def _nodes(
     orders: Sequence[Rows], owners: Sequence[int], transfers: Sequence[Transfer], *, overlap_sends: bool
 ) -> list[_Node]:
-    """Each node comes after those that it waits for. In turn, a rank runs as many actions as have their inputs."""
+    """Put each node after those that it waits for. In turn, a rank runs as many actions as have their inputs."""
     made: dict[tuple[int, bool], list[int]] = {}
     read: dict[tuple[int, bool], list[int]] = {}
     for number, item in enumerate(transfers):
@@ -164,7 +164,7 @@ def _nodes(
 
 
 def _ends(nodes: Sequence[_Node], durations: Sequence[float]) -> list[float]:
-    """The second at which each node ends, given the seconds that each node takes."""
+    """Return the second at which each node ends, given the seconds that each node takes."""
     ends: list[float] = []
     for node, seconds in zip(nodes, durations, strict=True):
         waits = node.waits
@@ -228,13 +228,13 @@ def order_times(
 
 
 def _action(node: _Node, stages: int) -> Action | None:
-    """None for a transfer."""
+    """Return the action of a node; None for a transfer."""
     stage, kind = divmod(node.kind, len(ActionKind))
     return Action(stage, ActionKind(kind), node.micro_batch) if stage < stages else None
 
 
 def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[float], once_s: Floats) -> list[float]:
-    """The first forward of a stage takes `once_s` more."""
+    """Return the seconds of each node; a stage's first forward takes `once_s` more."""
     of_kinds = [*actions_s.ravel().tolist(), *sends_s]
     durations = [of_kinds[node.kind] for node in nodes]
     firsts: dict[int, int] = {}
@@ -291,7 +291,7 @@ def schedule_time(
 def _schedule_nodes(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int, *, overlap_sends: bool
 ) -> list[_Node]:
-    """Stages send to their neighbours only."""
+    """Return the nodes of a schedule whose stages send to their neighbours only."""
     orders, owners = (
         order_rows(schedule, ranks, micro_batches, virtual_stages),
         stage_ranks(schedule, ranks, virtual_stages),

@@ -58,7 +58,7 @@ def _register_recurrent(name: str) -> None:
     forward_launches, backward_launches = LAUNCHES[name]
 
     def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """Each time step multiplies the state [B, P] by [gates H, P], and by the projection [P, H] if P < H."""
+        """Count time steps, each of which multiplies the state [B, P] by [gates H, P], and by [P, H] if P < H."""
         batch, steps, gates = inputs[0].shape
         fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -66,7 +66,7 @@ def _register_recurrent(name: str) -> None:
         return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
 
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """For each weight, each time step has a product for the state. The weight's gradient is one product."""
+        """Count a product for the state per weight and time step, and one product for each weight's gradient."""
         batch, steps, gates = outputs[0].shape
         fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -86,7 +86,7 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """Time steps run one after the other; each makes `launches` launches, and reads `weights` (shapes) again."""
+    """Count sequential time steps, each of which makes `launches` launches, and reads `weights` (shapes) again."""
     flops = sum(product.flops for product in products)
     reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
     read, written = size_bytes(inputs) + reread, size_bytes(outputs)
@@ -123,7 +123,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """The given products and attention's two batched products, without scores in memory."""
+    """Count the given products and attention's two batched products, without scores in memory."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

@@ -102,7 +102,7 @@ def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
 
 
 def _visiting(arguments: Arguments) -> int:
-    """The most pieces of keys and values on a rank at once, beside its own operands."""
+    """Return the most pieces of keys and values on a rank at once, beside its own operands."""
     return min(2, len(_lengths(arguments)) - 1 + bool(arguments[_PAIRED]))
 
 
@@ -121,12 +121,12 @@ def _lse(q: TensorInfo) -> TensorInfo:
 
 
 def _wide_bytes(tensors: Tensors) -> int:
-    """Bytes in the accumulation type."""
+    """Return the bytes of tensors of these shapes in the accumulation type."""
     return sum(prod(tensor.shape) * max(_WIDE, tensor.itemsize) for tensor in tensors)
 
 
 def _wider_bytes(result: TensorInfo) -> int:
-    """Bytes of the sum in the accumulation type; 0 if the result has this type and is the sum."""
+    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type."""
     return _wide_bytes((result,)) if result.itemsize < _WIDE else 0
 
 

@@ -82,7 +82,7 @@ class _Shape:
 
     @property
     def rounds(self) -> int:
-        """The groups of micro-batches of an interleaved schedule, each of which passes all stages of a rank."""
+        """The number of groups of micro-batches that an interleaved schedule runs one after the other."""
         return max(1, self.micro_batches // self.ranks)
 
     @property
@@ -185,7 +185,7 @@ def usual_schedule(virtual_stages: int) -> str:
 
 
 def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
-    """Rows for actions of one kind, of one stage or of several."""
+    """Return rows for actions of one kind, of one stage or of several."""
     return np.stack(np.broadcast_arrays(stage, kind, micro_batches, 0), axis=1)
 
 
@@ -212,7 +212,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """Each W runs after `rank` further I have run since its own I; the remaining W run last."""
+    """Run each W after `rank` further I have run since its own I, and the remaining W last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -232,7 +232,7 @@ def _warm_up(shape: _Shape, virtual_stages: int | Rows, rank: int | Rows, per_ho
 
 
 def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
-    """Round by round, with the rank's stages in turn: forwards from its first stage on, backwards from its last."""
+    """Return actions round by round, stage by stage: forwards from the rank's first stage, backwards from its last."""
     stages = np.arange(rank, shape.stages, shape.ranks)[:: 1 if kind is F else -1]
     starts = np.arange(0, shape.micro_batches, shape.round_size)
     start, stage, index = np.meshgrid(starts, stages, np.arange(shape.round_size), indexing="ij")
@@ -240,7 +240,7 @@ def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
 
 
 def _alternate(forwards: Rows, backwards: Rows, warm_up: int) -> Rows:
-    """First `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
     later = len(forwards) - warm_up
     pairs = np.stack([forwards[warm_up:], backwards[:later]], axis=1)
     return np.concatenate([forwards[:warm_up], pairs.reshape(-1, pairs.shape[-1]), backwards[later:]])
@@ -278,7 +278,7 @@ class _Counting:
             self.rows.append((stage, W, index, False))
 
     def _next(self, stage: int, kind: ActionKind, joined: bool = False) -> None:
-        """B and I of a stage share one count."""
+        """Append an action; B and I of a stage share one count."""
         counts = self.forwards if kind is F else self.weights if kind is W else self.backwards
         index = counts[stage]
         counts[stage] = index + 1
@@ -317,7 +317,7 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
 
 
 def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
-    """The eight phases of DualPipe's order, for a rank of its V."""
+    """Run the eight phases of DualPipe's order, for a rank of its V."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     after = p - rank - 1
     made = _Counting()
@@ -431,7 +431,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """None if the schedule allows these numbers."""
+    """Return why a schedule does not allow these numbers; None if it does."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -225,7 +225,7 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
-    """The last computation that a communication needs, directly or through other communications; -1 if none."""
+    """Return the last computation that a communication needs, also by other communications; -1 if none."""
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
@@ -366,7 +366,7 @@ class _StreamState:
         self.clock = until
 
     def _expose(self, stream: _Stream, idle: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Communication within the idle intervals is exposed; return the rest of the intervals."""
+        """Count communication within idle intervals as exposed; return the rest of the intervals."""
         left = []
         for first, last in idle:
             for start, end, label in reversed(stream.ran):
@@ -386,7 +386,7 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Computation is slower beside communication, and does not start before the host has issued it."""
+        """Run a chain, which is slower beside communication, and does not start before the host has issued it."""
         start, issued = self.clock, self.host
         if self._is_alone():
             self.clock = start + chain.seconds
@@ -407,7 +407,7 @@ class _StreamState:
         return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
-        """The end of `seconds` of computation that starts at the clock and is slowed by communication."""
+        """Return the end of `seconds` of computation that starts at the clock and is slowed by communication."""
         assert self.overlap is not None
         now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
         while True:
@@ -419,7 +419,7 @@ class _StreamState:
             now = change
 
     def _next_change(self, now: float) -> tuple[float, bool]:
-        """The next start or end of a communication, and whether a communication runs at `now`."""
+        """Return the next start or end of a communication, and whether a communication runs at `now`."""
         change, busy = float("inf"), False
         for stream in self.streams.values():
             while stream.first < len(stream.ran) and stream.ran[stream.first][1] <= now:

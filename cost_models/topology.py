@@ -216,7 +216,7 @@ class GroupLinks:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Prices are often looked up by group. The hash depends on numbers alone, to be equal in every process."""
+        """Compute the hash once, because prices are often looked up by group; it is equal in every process."""
         numbers = tuple(number for link in self.links for number in link.numbers)
         object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
 
@@ -307,20 +307,20 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
 
 
 def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
-    """Cut ranks into units of `unit` ranks; (0, 0) if the numbers differ between groups or units."""
+    """Return (members in each unit, number of units) of all groups; (0, 0) if these numbers differ."""
     profiles = {_profile(group, unit) for group in groups}
     return profiles.pop() if len(profiles) == 1 else (0, 0)
 
 
 def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
-    """(0, 0) if units differ in their members' number."""
+    """Return (members in each unit, number of units) of one group; (0, 0) if units differ in their members' number."""
     counts = Counter(rank // unit for rank in ranks)
     different = set(counts.values())
     return (different.pop(), len(counts)) if len(different) == 1 else (0, 0)
 
 
 def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
-    """The slowest group decides. Raise `UnknownHardwareError` without direct links and without a host bus."""
+    """Return the slowest group's link. Raise `UnknownHardwareError` without direct links and without a host bus."""
     if wiring.layout is NodeWiring.SWITCH:
         return intra
     parts = {part for group in groups for part in _parts(group, per_node)}
@@ -337,7 +337,7 @@ def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring:
 
 
 def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
-    """Devices of a group in each of its nodes, as indices in the node. Equal nodes count once."""
+    """Return a group's devices in each of its nodes, as indices in the node. Equal nodes count once."""
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(rank // per_node, []).append(rank % per_node)

@@ -157,7 +157,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropou
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]) -> Tensor:
-    """Scores have the accumulation dtype. They are -inf where masked."""
+    """Return scores in the accumulation dtype, -inf where masked."""
     dtype = accumulation_dtype(q.dtype)
     scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
     if is_causal:

@@ -86,7 +86,7 @@ def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
 
 
 def _is_sensible(choice: Choice, sides: Mapping[str, int], least: float) -> bool:
-    """`sides` are fixed side lengths of the tile. `least` elements per thread may be below `_MIN_PER_THREAD`."""
+    """Check limits of warps and elements per thread. `sides` are fixed lengths of the tile, `least` may be tiny."""
     if not 1 <= choice.num_warps <= _MAX_WARPS or any(size < 1 for _, size in choice.blocks):
         return False
     return least <= _per_thread(choice, sides) <= _MAX_PER_THREAD

@@ -115,7 +115,7 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """The rows for `rank`, for each exchanged tensor, first the rows from the first rank."""
+    """Return the rows for `rank`, for each exchanged tensor, first the rows from the first rank."""
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
         raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, but is sent {sent}.")

@@ -123,5 +123,5 @@ def launch(
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current CUDA device."""
+    """Make `device` the current CUDA device, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

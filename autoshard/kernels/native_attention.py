@@ -69,7 +69,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LibraryKernel:
-    """A fused kernel of torch. Its forward takes (q, k, v, bias, is_causal, scale) and returns out and lse [B, H, S]."""
+    """A fused kernel of torch. `forward` takes (q, k, v, bias, is_causal, scale), returns out and lse [B, H, S]."""
 
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
@@ -276,7 +276,7 @@ def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
 
 
 def _moved(offset: Sequence[int], rows: range) -> list[int]:
-    """The offset of attention for the queries `rows`, from the offset for all local queries."""
+    """Return the offset of attention for the queries `rows`, given the offset for all local queries."""
     return [offset[0], offset[1], offset[2] + rows.start, offset[3]]
 
 
@@ -295,7 +295,7 @@ def _summed(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _nothing(q: Tensor, v: Tensor) -> Result:
-    """Result and log-sum-exp of queries that attend to no key: zeros and -inf."""
+    """Return result and log-sum-exp of queries that attend to no key: zeros and -inf."""
     out, lse = empty_results(q, v)
     return out.zero_(), lse.fill_(-math.inf)
 

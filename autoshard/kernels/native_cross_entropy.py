@@ -61,7 +61,7 @@ def native_cross_entropy(
 
 
 def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
-    """Mean [n] of log-probabilities [n, C] under each row's target distribution. The targets `chosen` are [n, 1]."""
+    """Return the mean [n] of log-probabilities [n, C] under each row's target distribution; `chosen` is [n, 1]."""
     at_target = log_p.gather(1, chosen).squeeze(1)
     if label_smoothing == 0.0:
         return at_target

@@ -13,7 +13,7 @@ from autoshard.kernels.library import define
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """The copy keeps the strides of `x`. It is not awaited."""
+    """Start to copy `x` to the host's memory, with the strides of `x`."""
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)

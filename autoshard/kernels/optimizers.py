@@ -175,7 +175,7 @@ def _calls(
 
 
 def _parts(members: Sequence[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Cut into lists of at most `_SCALED_AT_ONCE` bytes of parameters. A member is (parameter, gradient, *state)."""
+    """Cut members (parameter, gradient, *state) into lists of at most `_SCALED_AT_ONCE` bytes of parameters."""
     part: list[tuple[Tensor, ...]] = []
     taken = 0
     for member in members:

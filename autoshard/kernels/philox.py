@@ -109,7 +109,7 @@ def keep_scale(p: float) -> float:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
+    """Return the high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
@@ -117,7 +117,7 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _global_index(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Each shard element's row-major number in the global array, int64."""
+    """Return each shard element's row-major number in the global array, int64."""
     if not len(shape) == len(offset) == len(global_shape):
         raise ValueError(
             f"shape={tuple(shape)}, offset={tuple(offset)} and global_shape={tuple(global_shape)} "

@@ -274,7 +274,7 @@ def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """Zeros beyond each row's length, so that no gradient passes a step that did not run."""
+    """Write zeros beyond each row's length, so that no gradient passes a step that did not run."""
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)

@@ -45,7 +45,7 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """PTRS where `wanted` is True, else NaN. `blocks` maps an attempt's number to words. Names are the paper's."""
+    """Draw by PTRS where `wanted` is True, else NaN. `blocks` maps an attempt to words. Names are the paper's."""
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
     inverse_alpha, v_r = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2.0)
@@ -79,7 +79,7 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """BTRS where `wanted` is True, NaN elsewhere. `n` has the numbers of trials, and `q` the probabilities of success.
+    """Draw by BTRS where `wanted` is True, else NaN. `n` are numbers of trials, and `q` probabilities of success.
 
     `blocks` maps an attempt's number to random words. Factorials use `lgamma`. Names are the paper's.
     """
@@ -130,12 +130,12 @@ def _blocks(like: Tensor, seed: Tensor, site: int, offset: Sequence[int], global
 
 
 def _uniforms(words: Words) -> tuple[Tensor, Tensor]:
-    """Two tensors of numbers in [0, 1)."""
+    """Return two tensors of numbers in [0, 1), each from two words."""
     return unit(words[0], words[1]), unit(words[2], words[3])
 
 
 def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """The random numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
+    """Return the numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
     u, v = _uniforms(words)
     return u - 0.5, v, 0.5 - (u - 0.5).abs()
 
@@ -172,7 +172,7 @@ def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Te
 
 
 def _choose(*cases: tuple[Tensor, Tensor]) -> Tensor:
-    """For each element, the value of the case whose bool tensor holds there, or NaN."""
+    """Return, for each element, the value of the case whose bool tensor holds there, or NaN."""
     result = torch.full_like(cases[0][1], torch.nan)
     for holds, value in cases:
         result = torch.where(holds, value, result)

@@ -147,11 +147,11 @@ class Ring:
 
     @staticmethod
     def _neighbours(rank: int) -> tuple[int, int]:
-        """The numbers of the two blocks that make up a rank's consecutive piece."""
+        """Return the numbers of the two blocks that make up a rank's consecutive piece."""
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
-        """The numbers of a rank's early and late block."""
+        """Return the numbers of a rank's early and late block."""
         return rank, 2 * self.ranks - 1 - rank
 
     def _exchange_blocks(

@@ -35,7 +35,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
-    """`addresses_ptr` [] holds the address of a tensor of Triton type TYPE."""
+    """Point to elements of a tensor of Triton type TYPE, whose address `addresses_ptr` [] holds."""
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
 
@@ -155,7 +155,7 @@ def _adam_updates(
 
 
 def _factors(options: dict[str, float], decoupled: bool) -> tuple[float, ...]:
-    """The scalar arguments of `adam_kernel`, from step_size to eps, from the values named in `ADAM_HYPER`."""
+    """Return the scalar arguments of `adam_kernel`, from step_size to eps, for the options of `ADAM_HYPER`."""
     step = options["step"] + 1
     lr, decay = options["lr"], options["weight_decay"]
     step_size = lr / (1 - options["beta1"] ** step)

@@ -70,7 +70,7 @@ def why_not_add_layer_norm_backward(
 
 
 def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
-    """Check dtypes, and that `other` can be added to the rows of `x`."""
+    """Refuse unsupported dtypes, and `other` unless it can be added to the rows of `x`."""
     reason = refuse_dtypes(x=x, other=other, **tensors)
     if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
         return f"the added tensors have shapes {tuple(x.shape)}, {tuple(other.shape)}, dtypes {x.dtype}, {other.dtype}."
@@ -205,7 +205,7 @@ def _narrow(like: Tensor, x: Any) -> Any:
 
 
 def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
-    """The gradient of a cast: `x` cast to `dtype`, with the arguments that autograd passes."""
+    """Return the gradient of a cast: `x` cast to `dtype`, with the arguments that autograd passes."""
     if like.dtype == torch.float32:
         return x
     return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)
@@ -225,7 +225,7 @@ def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any)
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """The backward that autograd derives from `written_out`: two addends of dx, and dw, a sum with `keepdim=True`."""
+    """Return the backward of `written_out` by autograd: two addends of dx, and dw, a sum with `keepdim=True`."""
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
     normed = _narrow(like, _aten.mul.Tensor(x, rstd))
@@ -245,7 +245,7 @@ def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: 
 def _added_backward(
     like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
 ) -> tuple[Any, Any]:
-    """In float32, autograd adds the two addends of dx to the residual's gradient one after the other."""
+    """Add the residual's gradient as autograd does: in float32, the two addends of dx one after the other."""
     (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
     if like.dtype == torch.float32:
         return _aten.add.Tensor(_aten.add.Tensor(residual_grad, direct), through), grad_weight

@@ -111,7 +111,7 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """For `Form.compose`: torch's layer norm of the result of `total`."""
+    """Return a `Form.compose` that applies torch's layer norm to the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -122,7 +122,7 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """For `Form.compose`: torch's RMS norm of the result of `total`."""
+    """Return a `Form.compose` that applies torch's RMS norm to the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -133,7 +133,7 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """For `Form.compose`: the RMS norm of transformers of the result of `total`."""
+    """Return a `Form.compose` that applies the RMS norm of transformers to the result of `total`."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)

@@ -157,7 +157,7 @@ linear_cross_entropy_backward = define(
 
 
 def _product(x: Any, weight: Any, *, is_wide: bool) -> Any:
-    """If `is_wide`, logits are cast to float32 for the loss, as in transformers."""
+    """Return the logits x w^T. If `is_wide`, they are cast to float32 for the loss, as in transformers."""
     logits = _aten.mm.default(x, _aten.t.default(weight))
     return _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
 
@@ -183,7 +183,7 @@ def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def _rows_forward(*, is_wide: bool) -> Form:
-    """Match hidden [N, K]. `is_wide`: the logits are cast to float32."""
+    """Return the form of the forward for hidden [N, K]. `is_wide`: the logits are cast to float32."""
 
     def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
         return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
@@ -215,7 +215,7 @@ def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide
 
 
 def _sequence_forward(*, is_wide: bool) -> Form:
-    """Match hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
+    """Return the form of the forward for hidden [B, S, K]. `is_wide`: the logits are cast to float32."""
 
     def compose(
         like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
@@ -241,7 +241,7 @@ def _sequence_backward(*, is_wide: bool) -> Form:
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
-    """From the kernel's arguments to the size of dim `index` of hidden [B, S, K], or None for other numbers of dims."""
+    """Return a function from the kernel's arguments to the size of dim `index` of hidden [B, S, K], else None."""
 
     def compute(arguments: Mapping[str, Any]) -> object:
         shape = arguments["hidden"].shape

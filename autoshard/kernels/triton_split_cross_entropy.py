@@ -183,7 +183,7 @@ def _split_cross_entropy_backward(
 
 
 def _bytes(flags: Tensor) -> Tensor:
-    """Contiguous int8, because not every version of Triton can load bools."""
+    """Return flags as contiguous int8, because not every version of Triton can load bools."""
     return flags.contiguous().view(torch.int8)
 
 

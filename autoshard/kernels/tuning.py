@@ -109,7 +109,7 @@ class Tuner:
         return choice
 
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """Measure and publish. None if the kernel cannot be measured, or the choice cannot be published."""
+        """Measure all candidates, and publish the fastest; None if either is not possible."""
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
             return None
@@ -172,7 +172,7 @@ def _class_of(argument: object) -> str:
 
 @cache
 def _source_digest(kernel: Any) -> str:
-    """The digest covers the functions that the kernel calls, except for an interpreted kernel."""
+    """Return a digest of a kernel's source, and unless it is interpreted, of the functions that it calls."""
     if isinstance(kernel, triton.JITFunction):
         return kernel.cache_key
     return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()

@@ -176,7 +176,7 @@ def _wanted(ctx: Any) -> dict[str, torch.Tensor]:
 
 
 def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Keys are names of tangents, such as "tangent:3" for the output "output:3"."""
+    """Name the gradients of outputs by their tangents: "tangent:3" for "output:3"."""
     return {
         slot.slot.name.replace("output:", "tangent:"): grad
         for slot, grad in zip(executable.outputs, grads, strict=True)

@@ -134,7 +134,7 @@ class DistributedEngine:
         return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Load a graph that adds to sums. None with a compiler, whose distinct results may share memory."""
+        """Load a graph that adds to sums. None with a compiler, because its distinct results may share memory."""
         if self._wrap is not None:
             return None
         return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
@@ -149,7 +149,7 @@ class DistributedEngine:
         return self._at_rank(taking_from_a_list(bound))
 
     def _at_rank(self, run_bound: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]) -> Loaded:
-        """Run as this rank, without gradients."""
+        """Return a function that runs a bound graph as this rank, without gradients."""
         coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
@@ -161,7 +161,7 @@ class DistributedEngine:
         return run
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
-        """The first run compiles, so it shows signs of life, and other ranks wait."""
+        """Show signs of life during the first run, which compiles, so that other ranks wait."""
         has_run = [False]
 
         def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -326,7 +326,7 @@ class DistributedEngine:
     def _on_mesh_of(
         self, tensor: DTensor, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """This rank is not among the ranks that hold `tensor`, and hold the result."""
+        """Return a tensor on the ranks that hold `tensor`, among which this rank is not."""
         assert self._stages is not None, "only a pipeline has ranks elsewhere"
         return self._stages.tensor_on_mesh(tensor.device_mesh, shape, dtype, placements)
 
@@ -344,7 +344,7 @@ class DistributedEngine:
         return self._from_local(local, self._layouts.of(placements, full.shape))
 
     def _part(self, full: torch.Tensor, placements: Sequence) -> torch.Tensor:
-        """Return a view if possible, because memory for a copy may be short."""
+        """Return this rank's part of a whole tensor, as a view if possible, because memory may be short."""
         if not all(type(placement) in (Shard, Replicate) for placement in placements):
             return distribute_tensor(full, self.device_mesh, placements, src_data_rank=None).to_local().detach()
         coordinate = self.device_mesh.get_coordinate()
@@ -426,7 +426,7 @@ _GATHERED_AT_ONCE_BYTES = 8 << 20
 
 
 def _dim_to_slice(tensor: DTensor) -> int | None:
-    """None to gather the tensor at once."""
+    """Return the dim along which to gather a tensor in slices, or None to gather it at once."""
     if tensor.device.type != "cpu" or tensor.nbytes <= _GATHERED_AT_ONCE_BYTES:
         return None
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -436,7 +436,7 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """The list of tensors is in reverse order, and is emptied."""
+    """Return a function that calls `function` with a list of tensors in reverse order, and empties the list."""
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         inputs = values[::-1]

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks: of one pipeline rank's stages if the whole mesh has an axis "pipeline"."""
+        """The mesh on which a program runs. With an axis "pipeline", it is a stage's mesh, which lacks this axis."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""`Executable`: the compiled program of one rank or stage, with forward, backward and update, loaded by an engine."""
+"""`Executable`: a compiled program, or a stage, with forward, backward and update, loaded by an engine."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Executable:
 
     @cached_property
     def gradients(self) -> tuple[LocalSlot, ...]:
-        """The slots of the gradients that a backward call returns to autograd, in order."""
+        """The slots of the gradients that a backward returns, without those that it carries into the update."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.backward_outputs)
 
     @cached_property
@@ -450,7 +450,7 @@ class _Halves:
 
 
 def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue] | None) -> list[LocalValue]:
-    """Both lists are emptied."""
+    """Run a loaded graph on values, and perhaps sums; both lists are emptied."""
     assert loaded is not None, "the engine adds in backwards"
     if sums is not None:
         values += sums
@@ -459,5 +459,5 @@ def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue]
 
 
 def _new_tensor_object(value: LocalValue) -> LocalValue:
-    """Autograd marks results, and a DTensor may hold `value`, so the tensor object must be new."""
+    """Make a new tensor object, because autograd marks results, and a DTensor may hold `value`."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -43,5 +43,5 @@ def give_freed_memory_back() -> None:
 
 
 def _function(name: str) -> Any:
-    """None if the C library has no function of this name, or the system is not Linux."""
+    """Find a function of the C library; None if there is none of this name, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -26,7 +26,7 @@ The blocks have 160,000 words, which take 2 ms to draw, once per seed.
 
 
 class Mark(NamedTuple):
-    """The generator's state: seed, hash of the block, words drawn from it, hash of the cached normal number."""
+    """A state of torch's CPU generator: seed, hash of the block, words drawn from it, hash of the cached number."""
 
     seed: int
     block: int

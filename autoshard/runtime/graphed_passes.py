@@ -69,6 +69,6 @@ class GraphedPasses:
 
 
 def _stays(key: Key, updated_buffers: Container[str]) -> bool:
-    """A buffer that a call changes is passed as a copy, whose address changes."""
+    """Whether an input stays at its address. A buffer that a call changes is passed as a copy."""
     kind, name = key
     return kind is InputKind.PARAMETER or (kind is InputKind.BUFFER and name not in updated_buffers)

@@ -51,7 +51,7 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """None unless all specs are known, and all local tensors are contiguous plain tensors."""
+        """Return the local tensors, or None unless all specs are known, and all are contiguous plain tensors."""
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
         found = [*map(local_of, tensors)]

@@ -106,7 +106,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The default group if the axis has all processes, else a new group."""
+    """Return the default group if the axis has all processes, else make a group."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

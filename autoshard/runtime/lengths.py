@@ -129,7 +129,7 @@ class Lengths:
         return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
     def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
-        """Search for the proof for a padded call and its request. `trace` traces other calls of the model."""
+        """Search for the proof for a padded call and its request. `trace` traces calls of the model."""
         arguments = call.assemble(range(len(call.leaves)))
         places = {number: name for name, number in self._named(*arguments).items()}
         length = self._length_of(call)
@@ -179,12 +179,12 @@ class Lengths:
         return next(iter(self._named(*call.assemble(call.leaves)).values())).shape[DIM]
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments to pad, by the names of `padding`."""
+        """Return the arguments that are padded, by the names of `padding`."""
         given = {self._position(index): value for index, value in enumerate(args)} | dict(kwargs)
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 
     def _position(self, index: int) -> str:
-        """A name such as "input:2" if `padding` has it, or if `forward` does not name the argument."""
+        """Name a positional argument: "input:2" if `padding` has this name, or `forward` does not name it."""
         names = list(inspect.signature(self.model.forward).parameters)
         number = f"input:{index}"
         return number if number in self.padding or index >= len(names) else names[index]

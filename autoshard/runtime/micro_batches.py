@@ -140,7 +140,7 @@ def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
-    """It reads an input of a micro-batch, or a buffer of the model, as a whole tensor."""
+    """Return a function that reads an input of a micro-batch, or a buffer of the model, as a whole tensor."""
     calls = [FlatCall.of(*part).tensors for part in parts]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:

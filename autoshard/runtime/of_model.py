@@ -37,7 +37,7 @@ class OfModel(nn.Module, ABC):
         self.__class__ = _class_for(type(self), type(model))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> Any:
-        """The class cannot be pickled, so `_new_for` makes it anew from the base class."""
+        """Pickle the module by its base class, because its own class is made at run time."""
         (kind, *_), (model,) = type(self).__bases__, self._original
         return _new_for, (kind, type(model)), self.__getstate__()
 
@@ -74,7 +74,7 @@ class OfModel(nn.Module, ABC):
         return "_original" not in own or name in own or hasattr(type(self), name)
 
     def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
-        """The method runs on whole parameters."""
+        """Wrap a method of the user's model to run on whole parameters."""
 
         @wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:

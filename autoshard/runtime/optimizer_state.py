@@ -106,7 +106,7 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _held_bytes(state: Mapping[str, Any]) -> int:
-    """Step counts are left out."""
+    """Count the bytes of a parameter's state, without step counts."""
     return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
@@ -173,12 +173,12 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 def _is_plain(value: object) -> bool:
-    """An immutable option changes only by becoming another object."""
+    """Whether an option is immutable, so that a changed value is another object."""
     return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _as_text(value: object) -> str:
-    """A tensor on an accelerator is not read, because that would wait for the device."""
+    """Show an option. A tensor on an accelerator is not read, because that would wait for the device."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.item()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

@@ -81,7 +81,7 @@ class _Lender:
         self._scopes: list[dict[tuple[int, bool], tuple[torch.Tensor, DTensor]]] = []
 
     def open(self, *_: Any) -> None:
-        """A scope is a forward, or the context itself."""
+        """Begin a scope: a forward, or the context itself."""
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:

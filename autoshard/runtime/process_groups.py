@@ -107,7 +107,7 @@ class ProcessGroups:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Torch below 2.13 needs an ascending order; later versions number `ranks` in the given order."""
+    """Number `ranks` in the given order, for which torch below 2.13 needs an ascending order."""
     if ranks == sorted(ranks):
         return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
@@ -169,7 +169,7 @@ def _bind_node(
     coordinates: dict[str, int],
     groups: ProcessGroups,
 ) -> Any:
-    """A coordinate, or arithmetic on coordinates, becomes this rank's number."""
+    """Copy a node. A coordinate, or arithmetic on coordinates, becomes this rank's number."""
     if node.target is axis_index:
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
@@ -184,7 +184,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """The group is the last argument."""
+    """Replace the group, which is a collective's last argument, by torch's name of it."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

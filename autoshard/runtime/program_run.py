@@ -137,7 +137,7 @@ class ProgramRun:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
-        """A backward of a micro-batch of weight zero is left out, because its gradient may be 0 / 0."""
+        """Whether a task is left out: the backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
         return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
@@ -156,7 +156,7 @@ class ProgramRun:
         self.take(program, results, micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """The first stage that asks gets all stages' inputs, so that micro-batches draw random numbers in order."""
+        """Return a stage's inputs. The first stage that asks gets all stages' inputs, to draw numbers in order."""
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -167,7 +167,7 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Copy results if needed, because they are valid only until the graph's next call."""
+        """Run forward and backward as a CUDA graph. Its results are copied if the next call would overwrite them."""
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -188,11 +188,11 @@ class ProgramRun:
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
-        """In the order of `Executable.tangents`."""
+        """Return the local gradients of outputs, in the order of `Executable.tangents`."""
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """From a later stage, or else made here: the loss has the micro-batch's weight, other outputs have zero."""
+        """Return the gradient of an output: a later stage's, the micro-batch's weight for the loss, else zero."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

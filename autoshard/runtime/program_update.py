@@ -81,7 +81,7 @@ class ProgramUpdate:
 
     @cached_property
     def _squares(self) -> int | None:
-        """Position among the results; None if the update does not return a sum of squares."""
+        """The position of the sum of squares among the results; None if the update does not return it."""
         kinds = [slot.slot.kind for slot in self.writes]
         return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
 

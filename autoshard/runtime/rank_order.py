@@ -150,7 +150,7 @@ def _shape_of(value: Tensor) -> torch.Size:
 
 
 def _shape_of_piece(value: Tensor, size: int) -> torch.Size:
-    """One of `size` pieces along dim 0."""
+    """Return the shape of one of `size` pieces along dim 0."""
     return torch.Size((value.shape[0] // size, *value.shape[1:]))
 
 
@@ -159,7 +159,7 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _rows(value: Tensor, size: int) -> Tensor:
-    """Zeros fill up the last row."""
+    """Cut a tensor's elements into `size` rows; zeros fill up the last row."""
     flat = value.reshape(-1)
     missing = -flat.numel() % size
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
@@ -174,6 +174,6 @@ def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -
 
 
 def _joined(gathered: Tensor, shape: torch.Size) -> Tensor:
-    """The rest of `gathered` is padding."""
+    """Return the tensor of `shape` at the front of `gathered`; the rest is padding."""
     count = shape.numel()
     return (gathered if gathered.numel() == count else gathered[:count].contiguous()).view(shape)

@@ -92,7 +92,7 @@ class SeedSequence:
         return seed
 
     def _remember_state(self) -> None:
-        """The oldest of more than `_KNOWN` states is forgotten."""
+        """Remember the place for the generator's state, and forget the oldest of more than `_KNOWN` states."""
         self._left = Mark.now()
         self._known.pop(self._left, None)
         self._known[self._left] = self.base, self.count
@@ -143,7 +143,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's output function (Steele, Lea, Flood 2014, figure 18). Near numbers give unrelated results."""
+    """Mix bits by SplitMix64's output function (Steele, Lea, Flood 2014, figure 18): near numbers become unrelated."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -109,7 +109,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all ranks, also of those of other pipeline stages."""
+        """The mesh on which the program runs; with pipeline stages, a stage's mesh, without the axis "pipeline"."""
         return self._engine.mesh
 
     @property
@@ -124,7 +124,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """The cached programs, one for each known kind of call."""
+        """The cached programs of all kinds of calls, those of the least recently used kind first."""
         return tuple(executable.compiled for executable in self._known)
 
     @property
@@ -240,7 +240,7 @@ class ShardedModule(OfModel, HasWeights):
         return self._find(call, members, update, runs=runs)
 
     def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
-        """Padded calls with this key share one proof."""
+        """Return the key of padded calls that share one proof."""
         plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
@@ -304,7 +304,7 @@ class ShardedModule(OfModel, HasWeights):
         return executable, call
 
     def _prove(self, call: FlatCall, grad: bool) -> PaddingProof | None:
-        """None for a call without padding."""
+        """Search for the proof for a padded call; None for a call without padding."""
         if self._lengths is None or call.exact is None:
             return None
         with self._requesting(call, grad) as request:
@@ -403,7 +403,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @contextmanager
     def _requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
-        """Within the context, the model's parameters are meta tensors."""
+        """Yield the request for a call's program. Within the context, the model's parameters are meta tensors."""
         model = self._original[0]
         args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])
         with outlined_parameters(model) as own:
@@ -423,7 +423,7 @@ class ShardedModule(OfModel, HasWeights):
             )
 
     def _say(self, notes: Iterable[str]) -> None:
-        """Each note is logged once."""
+        """Log each note as a warning, once."""
         for note in notes:
             if note not in self._notes:
                 _LOGGER.warning("%s", note)
@@ -433,14 +433,14 @@ class ShardedModule(OfModel, HasWeights):
         return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
-        """A tensor becomes another tensor of global shape."""
+        """Replace a tensor by another tensor of global shape, for tracing."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         example = self._engine.global_copy(leaf).detach()
         return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """The first program that has a parameter or optimizer state decides on its spec."""
+        """Shard each parameter by the first program that has it, and remember the specs, also of optimizer state."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:
@@ -485,6 +485,6 @@ class ShardedModule(OfModel, HasWeights):
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """None if the program takes no seed."""
+    """Return the seed among a call's inputs; None if the program takes no seed."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)

@@ -129,7 +129,7 @@ class _SimulatedRun:
         return node.target(*args, **kwargs)
 
     def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
-        """A collective's first argument is its operand, and its last argument is the name of its group."""
+        """Run a collective: its first argument is its operand, and its last argument is the name of its group."""
         if node.target is _c10d.wait_tensor.default:
             return [args[0] for args, _ in operands]
         collective = _COLLECTIVES.get(node.target)
@@ -172,7 +172,7 @@ def _is_collective(target: Any) -> bool:
 
 
 def _reads_rank(node: fx.Node) -> bool:
-    """Python functions, except arithmetic, may read `axis_index`."""
+    """Whether a node may read `axis_index`: Python functions may, except arithmetic."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
@@ -183,12 +183,12 @@ def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int)
 
 
 def _identity(value: Any) -> Any:
-    """Equal numbers share a key; any other object has a key of its own."""
+    """Return a key that equal numbers share; any other object has a key of its own."""
     return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values to free after it, which no later node reads, itself if no node reads it."""
+    """Return, for each node, the values to free after it, because no later node reads them."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -234,7 +234,7 @@ def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor
 
 
 def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """The coalesced form takes a list of operands per rank."""
+    """Return a collective's coalesced form, which takes a list of operands per rank."""
 
     def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
         by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]

@@ -132,12 +132,12 @@ def _runs_on_parts(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_place(index: Any) -> bool:
-    """Lists and masks are not places: they may read any position."""
+    """Whether an index is a position or a range. Lists and masks may read any position."""
     return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
 
 
 def _arguments_of_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None unless the call of `cross_entropy` computes a mean."""
+    """Return the call's arguments by name if `cross_entropy` computes a mean, else None."""
     call = signature(F.cross_entropy).bind(*args, **kwargs)
     call.apply_defaults()
     named = dict(call.arguments)
@@ -181,7 +181,7 @@ def _on_every_rank(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _operand(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A DTensor on the call's mesh, split evenly or replicated."""
+    """Make an operand a DTensor on the call's mesh, split evenly or replicated."""
     if not isinstance(tensor, DTensor):
         return _on_every_rank(tensor, mesh)
     if tensor.device_mesh != mesh:

@@ -63,7 +63,7 @@ class StepsTaken:
         self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
 
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
-        """Torch's choice: a new count is on the CPU, except for capturable and fused optimizers."""
+        """Choose a count's dtype and device as torch does: on the CPU, except for capturable and fused optimizers."""
         step = self._optimizer.state[parameter].get("step")
         if isinstance(step, torch.Tensor):
             return step.dtype, step.device

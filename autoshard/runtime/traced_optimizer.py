@@ -174,7 +174,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """State of other ranks' stages that this optimizer does not list as held elsewhere yet."""
+        """Return slots of other ranks' stages whose state this optimizer does not list as held elsewhere yet."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -184,7 +184,7 @@ class TracedState:
         ]
 
     def _owner(self, slot: LocalSlot) -> tuple[str, nn.Parameter]:
-        """The name of a state, such as "exp_avg", and the parameter to which it belongs."""
+        """Return the name of a state, such as "exp_avg", and the parameter to which it belongs."""
         state_name, _, owner = slot.slot.name.partition(":")
         return state_name, self._present.members.parameters[owner]
 
@@ -194,7 +194,7 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Placeholders stand for options. If the optimizer and the model hold all tensors, they are remembered."""
+        """Find the update's tensors, with placeholders for options. Remember them if all are held already."""
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
         are_all_held = not self._missing_elsewhere(executable)
@@ -216,7 +216,7 @@ class TracedState:
         return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
-        """The present options of group `number` of the program's update as a float64 vector, [options]."""
+        """Return the present options of group `number` of the program's update as a float64 vector, [options]."""
         update = executable.compiled.update
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
@@ -231,13 +231,13 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The entry of `optimizer.param_groups` that contains `parameter`."""
+        """Return the entry of `optimizer.param_groups` that contains `parameter`."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 
 
 def _updated_by(executable: Executable) -> list[str]:
-    """Sorted, and of the stages of all ranks."""
+    """Return the sorted names of parameters that a program updates, on the stages of all ranks."""
     kind = OutputKind.PARAMETER_UPDATE
     slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
     own = (program.updated_parameters for program in executable.stages.values())

@@ -100,7 +100,7 @@ class TracedStep:
         return loss
 
     def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Gradients are summed over micro-batches."""
+        """Run the updates of this process's stages, on gradients summed over micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.gradient_sums or [] for number, stage in run.stages.items()}

@@ -111,7 +111,7 @@ class TrainStep(HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all ranks that run the step."""
+        """The mesh on which the step's program runs; see `ShardedModule.mesh`."""
         return self.sharded.mesh
 
     @property
@@ -172,7 +172,7 @@ class TrainStep(HasWeights):
         return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Autograd sums the gradients of micro-batches, and the optimizer takes its own step."""
+        """Run a step by autograd, which sums the micro-batches' gradients, and the optimizer's own step."""
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
         self._update()
@@ -223,11 +223,11 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Without stages, every task can run."""
+        """Return True, because every task can run without stages."""
         return True
 
     def run_task(self, task: StageTask) -> None:
-        """A micro-batch of weight zero has no backward."""
+        """Run a forward or a backward. A micro-batch of weight zero has no backward."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])

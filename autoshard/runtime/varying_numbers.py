@@ -77,7 +77,7 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """None if the trace fails, gives another program than `expected`, or needs the numbers' values."""
+    """Return conditions on watched numbers, or None if the trace fails, needs values, or gives another program."""
     if not attributes:
         return ()
     try:
@@ -89,7 +89,7 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 
 
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
-    """Attributes not in `known` that have at least three values, in the remembered states and now."""
+    """Yield attributes not in `known` that have at least three values, in the remembered states and now."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
     for guard in (item for state in states if not state.of_another for item in state.attribute_guards):
         now = vars(guard.holder)

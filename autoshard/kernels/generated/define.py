@@ -151,12 +151,12 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
 
 
 def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """The dtype in memory of result number `index`: float32 for parts of a split sum."""
+    """Return the dtype in which a kernel stores result number `index`: float32 for parts of a split sum."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Float32 [chunks, rows] for a split sum, else the shape and dtype of result number `index`."""
+    """Return an empty result number `index`, float32 [chunks, rows] for the parts of a split sum."""
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
@@ -169,7 +169,7 @@ def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """The device of the first operand that is no scalar, because a scalar may be on the host."""
+    """Return the device of the first operand that is no scalar, because a scalar may be on the host."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 

@@ -57,7 +57,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of an operator, with a `Ref` in place of each tensor among its arguments, and its result's shape."""
+    """One call of an operator: its arguments, with a `Ref` in place of each tensor, and its result's `value`."""
 
     target: OpOverload
     args: tuple[Any, ...]

@@ -184,7 +184,7 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Align at the last dim, as in broadcasting. An operand's dim of size 1 has no axis."""
+    """Align dims at the last dim, as in broadcasting. An operand's dim of size 1 has no axis."""
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
             axes.equate(before, after)

@@ -382,7 +382,7 @@ def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> boo
 
 
 def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwise) -> torch.dtype:
-    """Comparisons: ATen's promoted dtype of the operands. Logical operators: bool. Otherwise the result's dtype."""
+    """Return ATen's promoted dtype for comparisons, bool for logical operators, else the result's dtype."""
     if step.target in _LOGICAL or step.target is _aten.logical_not.default:
         return torch.bool
     if step.target in _COPIES:

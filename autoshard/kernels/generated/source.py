@@ -116,7 +116,7 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
 
 
 def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Tiles of many rows, and enough chunks to keep a device busy."""
+    """Choose tiles of many rows, and enough chunks to keep a device busy."""
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
@@ -267,7 +267,7 @@ class _KernelSource:
     # Indices.
 
     def _place(self, index: int) -> tuple[str, str]:
-        """The offset starts with " + ". Offset and mask are empty for a single element."""
+        """Return the texts of offset and mask. The offset starts with " + ". Both are empty for a single element."""
         strides = self.loops.strides[index]
         count = len(self.loops.rows)
         by_row = self._offset(self._flat, self.loops.rows, strides[:count], 0)
@@ -303,7 +303,7 @@ class _KernelSource:
         return " + ".join(terms)
 
     def _split_body(self) -> Iterator[str]:
-        """A loop over the tiles of a chunk, then stores of the sums."""
+        """Write a loop over the tiles of a chunk, then stores of the sums."""
         for index in self.layout.split:
             yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
         yield "for step in range(STEPS):"
@@ -370,7 +370,7 @@ class _KernelSource:
 
 
 def _most_alive(group: Group, loops: Loops) -> int:
-    """Each tile counts from right before its first use to its last use."""
+    """Count the tiles alive at one time, each from right before its first use to its last use."""
     first = len(group.operands)
     last: dict[int, int] = {index: len(group.steps) for index in group.results}
     for at, step in enumerate(group.steps):

@@ -153,7 +153,7 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """All ranks have read this rank's message of the turn."""
+        """Delete this rank's message of a turn, which all ranks have read."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")

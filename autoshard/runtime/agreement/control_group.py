@@ -149,7 +149,7 @@ class ControlGroup:
         return everyone
 
     def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
-        """For example `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        """Say which ranks hold each value: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
             if name in theirs or not isinstance(name, PieceFact):
@@ -165,5 +165,5 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """A rank that lacks the fact gives None. If the name is a `PieceFact`, the rank is left out."""
+    """Return a fact's value on each rank. A rank that lacks it gives None, or for a `PieceFact` is left out."""
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

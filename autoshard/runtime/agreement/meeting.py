@@ -137,7 +137,7 @@ def _lines(store: dist.Store, key: str) -> list[str]:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """The text under a key; empty if the key is missing."""
+    """Return the text under a key; it is empty if the key is missing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

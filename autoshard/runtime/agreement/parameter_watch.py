@@ -102,20 +102,20 @@ class ParameterWatch:
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """How many ranks hold the same piece. Only the ranks of one stage hold a parameter."""
+        """Count the ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
 
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
-        """The name of the tensor group whose turn it is, and a few elements of each of its tensors, joined."""
+        """Return the name of the tensor group whose turn it is, and a few elements of its tensors, joined."""
         place, rows = self._groups[turn % len(self._groups)]
         first = self._first_element(turn)
         return place, torch.cat([row.elements(first) for row in rows])
 
     def _first_element(self, turn: int) -> int:
-        """The index moves on when each group has had its turn. An index beyond a tensor's size wraps around."""
+        """Return an index that moves on when each group has had its turn, and wraps around at a tensor's size."""
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
@@ -151,13 +151,13 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, first: int) -> torch.Tensor:
-        """At most `_ELEMENTS` elements from index `first` on; the index wraps around."""
+        """Return at most `_ELEMENTS` elements from index `first` on; the index wraps around."""
         self._refresh_view()
         start, count = self._part(first)
         return self._flat.narrow(0, start, count)
 
     def memory(self, first: int) -> Any:
-        """The bytes of `elements(first)`, for a tensor on the CPU."""
+        """Return the bytes of `elements(first)`, for a tensor on the CPU."""
         self._refresh_view()
         start, count = self._part(first)
         size = self._flat.itemsize
@@ -168,7 +168,7 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (first % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _refresh_view(self) -> None:
-        """A plain tensor may get new memory and stay the same object."""
+        """Make the flat view again, because a plain tensor may get new memory and stay the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

@@ -197,7 +197,7 @@ class StepAgreement:
 
     @property
     def _vectors(self) -> VectorExchange | None:
-        """None if there is no fast exchange, or if a rank may work for long at this call."""
+        """The fast exchange; None if there is none, or if a rank may work for long at this call."""
         return None if self._patience or self._check is not Check.ALWAYS else self._ranks.vectors
 
     def _measure(self, call: AgreedCall, state: str, seed: str) -> _Posted:
@@ -216,14 +216,14 @@ class StepAgreement:
         return _Posted(call, state, seed, values, numbers)
 
     def _collect(self, posted: _Posted) -> list[Row]:
-        """In the order of ranks."""
+        """Return the numbers of all ranks, in the order of ranks."""
         if (vectors := self._vectors) is not None:
             return vectors.collect(partial(_action, posted.call))
         said = self._ranks.channel.exchange(array("q", posted.numbers).tobytes(), _action(posted.call))
         return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
-        """With `is_patient`, the next `_PATIENCE` calls use the control channel. All ranks must call alike."""
+        """Send the next `_PATIENCE` calls' numbers by the control channel, if `is_patient` on every rank."""
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
         _ = self._vectors
 
@@ -242,7 +242,7 @@ class StepAgreement:
         return True
 
     def _facts(self, posted: _Posted) -> Facts:
-        """The facts behind the numbers, for the error message."""
+        """Return the facts behind the numbers, for the error message."""
         return {
             "call": f"{posted.call.describe()} ({posted.state})",
             "hyperparameters": posted.call.hyperparameters,
@@ -329,7 +329,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
 
 
 def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
-    """A digest of the set of places in the keys of `values`, and a digest of the values."""
+    """Return a digest of the set of places in the keys of `values`, and a digest of the values."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 
 
@@ -348,5 +348,5 @@ def _identify(call: AgreedCall, executable: Executable) -> int:
 
 @lru_cache(256)
 def _digest_of_key(key: Hashable) -> int:
-    """Memory addresses in the key's text are left out, so that the digest is the same in every process."""
+    """Return a digest of a key's text without memory addresses, which is the same in every process."""
     return digest_of_text(re.sub(r" at 0x[0-9a-f]+", "", repr(key)))

@@ -87,7 +87,7 @@ class VectorExchange:
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
     def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
-        """All ranks raise the same error, which names the lost ranks, or says that only a connection is lost."""
+        """Raise one error on all ranks, which names the lost ranks, or says that only a connection is lost."""
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
         self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)
@@ -167,7 +167,7 @@ def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socke
 
 
 def _store_host() -> str:
-    """The host of the run's store, which every rank reaches; "localhost" if the store is a file."""
+    """Return the host of the run's store, which every rank reaches; "localhost" if the store is a file."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     store = world.get_group_store()
@@ -177,7 +177,7 @@ def _store_host() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the route to `host`, or `host` itself if it is this machine."""
+    """Return this machine's address on the route to `host`, or `host` itself if it is this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -208,7 +208,7 @@ def _check_was_not_reset(source: socket.socket) -> None:
 
 
 def _reset(ends: Iterable[socket.socket]) -> None:
-    """Close with a reset, so that a late rank sees that this rank gave up."""
+    """Close connections with a reset, so that a late rank sees that this rank gave up."""
     for end in ends:
         with suppress(OSError):  # it is closed
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -216,7 +216,7 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Send without delay; raise after `timeout_s` of waiting. Python's own timeout would add a system call."""
+    """Let a socket send without delay, and raise after `timeout_s`. Python's own timeout would cost system calls."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -59,7 +59,7 @@ class OtherStageTensor(DTensor):
         return as_other_stage_tensor(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain DTensor, which a process without autoshard can load."""
+        """Pickle as a plain DTensor, which a process without autoshard can load."""
         return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -141,5 +141,5 @@ class StageMeshes:
 
 
 def _without_this_rank(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """Without process groups, because this process does not communicate on the mesh."""
+    """Return a mesh without process groups, because this process does not communicate on it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)

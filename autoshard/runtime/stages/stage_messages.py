@@ -129,7 +129,7 @@ class MessagesInProcess:
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """None adds nothing."""
+    """Add scalars in their order; None adds nothing."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
@@ -213,7 +213,7 @@ class MessagesBetweenRanks:
             self._post(key)
 
     def _post(self, wanted: CrossingMessage) -> None:
-        """Also receive all values that its sender sends before it."""
+        """Begin to receive a value, and all values that its sender sends before it."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
             if wanted not in waiting:
@@ -231,7 +231,7 @@ class MessagesBetweenRanks:
             return
 
     def _empty(self, slot: LocalSlot, mesh: Mesh) -> torch.Tensor:
-        """Uninitialised memory for this rank's part of a value."""
+        """Return uninitialised memory for this rank's part of a value."""
         return torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
 
     @property
@@ -305,13 +305,13 @@ class MessagesBetweenRanks:
         return given
 
     def _of_stage(self, stage: int) -> int:
-        """The pipeline rank that runs a stage."""
+        """Return the pipeline rank that runs a stage."""
         assert self._table is not None, "a step began"
         return self._table.staged.order.stage_ranks[stage]
 
 
 def _groups_of(staged: StagedProgram) -> Iterator[str]:
-    """For collectives within stages, reshards of received values, and reshards of results for the user."""
+    """Name the groups for collectives in stages, for reshards of received values, and for those of results."""
     yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
     graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
     for crossing in staged.crossings:
@@ -329,11 +329,11 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
 
 
 def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
-    """Whole, or sharded as torch's placements can express."""
+    """Yield reshards of a result to whole tensors, and to a sharding that torch's placements can express."""
     for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
         yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
-    """Return the slot of an input or output by its name, such as "output:0"."""
+    """Return the slot, of an input or result of a stage, with the given name."""
     return next(slot for slot in slots if slot.slot.name == name)

@@ -1,1 +1,1 @@
-"""Initialises, loads and exports the weights of compiled models, for each rank's shards alone."""
+"""Initialises, loads and exports the weights of compiled models, shard by shard."""

@@ -99,7 +99,7 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, int]) -> Mapping[str, Unread]:
-    """Each tensor of the state dict is gathered when it is read."""
+    """Name the tensors of the state dict, each of which is gathered when it is read."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
         gather = partial(engine.gather_region, tensor, pipeline_rank=pipeline_rank_of.get(name))
@@ -122,7 +122,7 @@ class _FolderContent:
 
 
 def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _FolderContent:
-    """Only the first rank asks peft for names, because peft may use the hub."""
+    """Choose the adapters' files. Only the first rank asks peft for names, because peft may use the hub."""
     named = engine.share(lambda: peft_weights.adapters_of(model))
     files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
     for held in files.values():
@@ -131,7 +131,7 @@ def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -
 
 
 def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _FolderContent:
-    """Adapters are merged into the weights."""
+    """Choose the files of all weights, with adapters merged into them."""
     if peft_weights.has_adapters(model):
         model, tensors = peft_weights.merged(model, tensors)
     written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
@@ -165,7 +165,7 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
-    """A rank with `path=None` only takes part in gathering the tensors."""
+    """Write a file of tensors. A rank with `path=None` only takes part in gathering them."""
     blocks = _blocks(tensors)
     try:
         if path is not None:
@@ -180,7 +180,7 @@ def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
 
 
 def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
-    """Blocks of a file in the order of writing."""
+    """Yield the blocks of a file in the order of writing, each as a tensor and a region of it."""
     for name in in_file_order(tensors):
         tensor = tensors[name]
         for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
@@ -188,13 +188,13 @@ def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
 
 
 def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
-    """A rank that does not write, or whose write failed, must still take part in gathering."""
+    """Take part in gathering, on a rank that does not write, or whose write failed."""
     for tensor, region in blocks:
         tensor.read(region)
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """The index, if there are several files, and the model's configuration, if it has one."""
+    """Write the index, if there are several files, and the model's configuration, if it has one."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -231,7 +231,7 @@ def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
 
 
 def _link(old: str | Path, new: str | Path) -> None:
-    """A hard link, or a copy if the file system has no links."""
+    """Make a hard link, or a copy if the file system has no links."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:
@@ -239,7 +239,7 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _swap(path: Path, aside: Path) -> None:
-    """A crash between the two renames leaves both folders complete; see `_put_back`."""
+    """Rename the new folder to `path`. A crash in between leaves both folders complete; see `_put_back`."""
     replaced = _replaced(path)
     try:
         if path.exists():

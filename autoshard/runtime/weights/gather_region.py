@@ -57,7 +57,7 @@ def _intersection(first: Region, second: Region) -> Region | None:
 
 
 def _within(region: Region, outer: Region) -> Region:
-    """In indices relative to `outer`, which contains `region`."""
+    """Return `region` in indices relative to `outer`, which contains it."""
     return tuple(
         slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
     )

@@ -59,7 +59,7 @@ def init_weights(
 
 
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
-    """An empty part is written too: the write raises the tensor's version, which marks the weight as set."""
+    """Write this rank's part, even if it is empty: a write raises the version, which marks a weight as set."""
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))
     for piece, value in replay.pieces(name, box, part.tensor):

@@ -126,7 +126,7 @@ def _unlike(found: Sequence[Found], trait: Callable[[torch.Tensor | Unread], obj
 
 
 def _untied(found: Sequence[Found]) -> Iterator[str]:
-    """On this rank, the values of a tied parameter in the files differ from name to name."""
+    """Yield names of tied parameters whose values in files differ from name to name, on this rank."""
     for item in found:
         if len(item.sources) > 1:
             blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
@@ -151,7 +151,7 @@ def _take_all(found: Sequence[Found]) -> None:
 
 
 def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
-    """Regions of the part, and of the whole tensor. In the file, a block spans at most about `BLOCK_BYTES`."""
+    """Yield regions of the part and of the whole tensor, which span at most about `BLOCK_BYTES` in the file."""
     held = part.tensor.shape
     if not held.numel():
         return

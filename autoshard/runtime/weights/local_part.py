@@ -27,7 +27,7 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """Return this rank's part of a DTensor, or a whole plain tensor. Partial: `NotAvailableError`."""
+        """Return this rank's part of a DTensor, which may not be partial (`NotAvailableError`), or a plain tensor."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)

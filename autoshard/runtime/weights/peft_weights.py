@@ -102,7 +102,7 @@ class _Merging:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def reading(self, path: str, name: str) -> Callable[[Region], torch.Tensor]:
-        """The function merges the layer at `path` and reads a region of its tensor `name`."""
+        """Return a function that merges the layer at `path` and reads a region of its tensor `name`."""
 
         def read(region: Region) -> torch.Tensor:
             if self._last[0] != path or not self._last[1]:
@@ -150,7 +150,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """The plain layer that replaces a peft layer."""
+    """Return the plain layer that replaces a peft layer, with active adapters merged if `merge`."""
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
@@ -182,14 +182,14 @@ def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: M
 
 
 def _embedding_and_head(base: Any) -> tuple[Any, Any]:
-    """None twice for a model that is not of transformers, or has no head."""
+    """Return embedding and head; None twice if a model is not of transformers, or has no head."""
     if not transformers_weights.applies_to(base) or base.get_output_embeddings() is None:
         return None, None
     return base.get_input_embeddings(), base.get_output_embeddings()
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """The folder (a prefix of file names, such as "other/") and configuration of each adapter, by adapter name."""
+    """Return each adapter's folder (a prefix of file names, such as "other/") and configuration, by its name."""
     configurations = getattr(model, "peft_config", None)
     if not isinstance(configurations, Mapping):
         raise WeightsError(
@@ -217,7 +217,7 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _layer_of_peft(model: nn.Module) -> str | None:
-    """The name and class of the first peft module, for messages."""
+    """Return the name and class of the first peft module, for messages."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             return f"{name or 'The model'} ({type(module).__name__} of peft)"

@@ -122,7 +122,7 @@ class Replay:
         return _BoxedValue(first, found) if found else first
 
     def _first(self, view: StridedView, root: int) -> _Formula:
-        """The value before the first write to the tensor's memory."""
+        """Return the formula of the value before the first write to the tensor's memory."""
         if view.memory == root:
             return _Before(view.dtype, False)
         index, created = self._creations.get(view.memory, (0, None))
@@ -144,7 +144,7 @@ class Replay:
         return *found, self._apply(self.record.operations[index], index, written, root)
 
     def _apply(self, operation: Operation, index: int, result: StridedView, root: int) -> _Applied:
-        """The formula of operation number `index`, which must be elementwise."""
+        """Return the formula of operation number `index`, which must be elementwise."""
         given = [item for item in operation.args if isinstance(item, StridedView)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
         is_plain = len(given) == sum(isinstance(leaf, StridedView) for leaf in leaves)
@@ -209,11 +209,11 @@ class Replay:
         return applied.operation.target(*args, **applied.operation.kwargs)
 
     def _tensor(self, view: StridedView, time: int) -> torch.Tensor:
-        """The whole tensor as it is before operation number `time`."""
+        """Return the whole tensor as it is before operation number `time`."""
         return _at(view, self._memory(view.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:
-        """The whole memory, flat, as it is before operation number `time`."""
+        """Return the whole memory, flat, as it is before operation number `time`."""
         writes, is_filled = self._relevant(memory, time)
         count = sum(index < time for index, _ in self._writes.get(memory, ()))
         if (memory, count) in self._wholes:
@@ -229,7 +229,7 @@ class Replay:
         return flat
 
     def _before_first_write(self, memory: int, *, is_written: bool) -> torch.Tensor:
-        """The whole memory, flat; a copy if it will be written."""
+        """Return the whole memory before its first write, flat; a copy if it will be written."""
         if memory in self._creations:
             if (memory, 0) not in self._wholes:
                 self._run_creating(self._creations[memory][0])
@@ -243,7 +243,7 @@ class Replay:
         return found.clone() if is_written else found
 
     def _run_creating(self, index: int) -> None:
-        """Operation number `index` creates memories, whose whole values are kept in `_wholes`."""
+        """Run operation number `index`, which creates memories, and keep their whole values in `_wholes`."""
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
             (view,) = operation.results
@@ -284,14 +284,14 @@ def _at(view: StridedView, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """The dropped dims have one element each."""
+    """Drop all dims but `dims`; the dropped dims have one element each."""
     for dim in reversed(range(tensor.dim())):
         tensor = tensor if dim in dims else tensor.select(dim, 0)
     return tensor
 
 
 def _cut(box: Box) -> Iterator[Box]:
-    """Boxes of at most `_AT_ONCE` elements, in order; an empty box is yielded as it is."""
+    """Cut a box into boxes of at most `_AT_ONCE` elements, in order; an empty box stays as it is."""
     if box.numel <= _AT_ONCE:
         yield box
         return

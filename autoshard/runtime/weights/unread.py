@@ -99,7 +99,7 @@ class Unread:
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """If the function only moves values, reading the result reads regions of the operands, else whole operands."""
+    """Apply a function. If it only moves values, reading a result reads regions of operands, else whole operands."""
     moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
     return moved(*args, **kwargs)
 
@@ -144,7 +144,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """All dims without `dim`."""
+    """Apply `torch.squeeze` to one dim, or to all dims without `dim`."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -192,7 +192,7 @@ def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
 
 
 def _same(tensor: Unread, *_: Any, **__: Any) -> Unread:
-    """For functions that leave values as they are."""
+    """Return the tensor itself, for functions that leave values as they are."""
     return tensor
 
 

@@ -104,7 +104,7 @@ class _RegionReader:
 
 
 def _touched_bytes(values: torch.Tensor) -> int:
-    """From the first to the last of the values in the file."""
+    """Count the bytes in the file from the first to the last of the values."""
     steps = zip(values.shape, values.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
 
@@ -122,14 +122,14 @@ def _opened(path: Path) -> Any:
 
 
 def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype, without reading the values."""
+    """Return a tensor's shape and dtype, without reading its values."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
 
 
 def _find(path: Path) -> _IndexedFiles:
-    """A path stands for a file, the files of an index, or the files of a folder."""
+    """Find the files of a path: a file, the files of an index, or the files of a folder."""
     if path.is_file():
         return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
