@@ -132,7 +132,6 @@ def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]
 def _calibration(
     name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
 ) -> Calibration:
-    """Fit the cluster to measurements in seconds."""
     cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
@@ -464,7 +463,6 @@ def _samples(measured: Mapping[str, float]) -> list[_Sample]:
 
 
 def _residuals(cluster: Cluster, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) of each measured matrix product and collective."""
     residuals: dict[str, float] = {}
     for sample in _samples(measured):
         group = GroupLinks(sample.group, sample.group, 1, cluster.node.intra, None)

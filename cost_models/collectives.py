@@ -255,7 +255,6 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
 
 
 def _start(group: GroupLinks) -> float:
-    """Seconds of start: the longest start among the links in use."""
     return max(link.start_s for link in group.links)
 
 

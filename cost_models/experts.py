@@ -55,7 +55,6 @@ def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ..
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
-    """Return the product for the gradient of a product's rows."""
     return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
 
 

@@ -164,7 +164,6 @@ def _nodes(
 
 
 def _ends(nodes: Sequence[_Node], durations: Sequence[float]) -> list[float]:
-    """Return the second at which each node ends, given the seconds that each node takes."""
     ends: list[float] = []
     for node, seconds in zip(nodes, durations, strict=True):
         waits = node.waits
@@ -228,7 +227,6 @@ def order_times(
 
 
 def _action(node: _Node, stages: int) -> Action | None:
-    """Return the action of a node; None for a transfer."""
     stage, kind = divmod(node.kind, len(ActionKind))
     return Action(stage, ActionKind(kind), node.micro_batch) if stage < stages else None
 

@@ -185,7 +185,6 @@ def usual_schedule(virtual_stages: int) -> str:
 
 
 def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
-    """Return rows for actions of one kind, of one stage or of several."""
     return np.stack(np.broadcast_arrays(stage, kind, micro_batches, 0), axis=1)
 
 

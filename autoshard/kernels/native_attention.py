@@ -276,7 +276,6 @@ def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
 
 
 def _moved(offset: Sequence[int], rows: range) -> list[int]:
-    """Return the offset of attention for the queries `rows`, given the offset for all local queries."""
     return [offset[0], offset[1], offset[2] + rows.start, offset[3]]
 
 

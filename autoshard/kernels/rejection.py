@@ -130,7 +130,6 @@ def _blocks(like: Tensor, seed: Tensor, site: int, offset: Sequence[int], global
 
 
 def _uniforms(words: Words) -> tuple[Tensor, Tensor]:
-    """Return two tensors of numbers in [0, 1), each from two words."""
     return unit(words[0], words[1]), unit(words[2], words[3])
 
 

@@ -151,7 +151,6 @@ class Ring:
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of a rank's early and late block."""
         return rank, 2 * self.ranks - 1 - rank
 
     def _exchange_blocks(

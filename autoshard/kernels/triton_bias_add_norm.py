@@ -111,8 +111,6 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """Return a `Form.compose` that applies torch's layer norm to the result of `total`."""
-
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
         results = _aten.native_layer_norm.default(summed, [like.shape[-1]], weight, bias, eps)
@@ -122,8 +120,6 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """Return a `Form.compose` that applies torch's RMS norm to the result of `total`."""
-
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
         results = _aten._fused_rms_norm.default(summed, [like.shape[-1]], weight, eps)
@@ -133,8 +129,6 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """Return a `Form.compose` that applies the RMS norm of transformers to the result of `total`."""
-
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
         return *written_out(like, summed, weight, eps), summed

@@ -407,7 +407,6 @@ class Executable:
         return frozenset.intersection(*(by_tangent.get(name, frozenset()) for name in tangents))
 
     def _find_backward(self, tangents: Collection[str]) -> Loaded:
-        """Return the backward for the case that only these tangents are given."""
         if all(slot.slot.name in tangents for slot in self.tangents):
             return self._backward
         given = frozenset(tangents)

@@ -108,7 +108,6 @@ class Executor:
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
-    """Wrap a step without stages as a pipeline of one stage."""
     plan = executable.compiled.plan
     assert order is not None, "a step has an order"
     assert plan is not None, "it was planned"

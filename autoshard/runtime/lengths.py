@@ -179,7 +179,6 @@ class Lengths:
         return next(iter(self._named(*call.assemble(call.leaves)).values())).shape[DIM]
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are padded, by the names of `padding`."""
         given = {self._position(index): value for index, value in enumerate(args)} | dict(kwargs)
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 

@@ -128,7 +128,6 @@ def _flat(items: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return each module of a model once, in a fixed order."""
     found: list[nn.Module] = []
     waiting, seen = [model], {id(model)}
     while waiting:

@@ -74,8 +74,6 @@ class OfModel(nn.Module, ABC):
         return "_original" not in own or name in own or hasattr(type(self), name)
 
     def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
-        """Wrap a method of the user's model to run on whole parameters."""
-
         @wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             with self.whole_parameters():

@@ -106,7 +106,6 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _held_bytes(state: Mapping[str, Any]) -> int:
-    """Count the bytes of a parameter's state, without step counts."""
     return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 

@@ -81,7 +81,6 @@ class _Lender:
         self._scopes: list[dict[tuple[int, bool], tuple[torch.Tensor, DTensor]]] = []
 
     def open(self, *_: Any) -> None:
-        """Begin a scope: a forward, or the context itself."""
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:

@@ -188,7 +188,6 @@ class ProgramRun:
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
-        """Return the local gradients of outputs, in the order of `Executable.tangents`."""
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:

@@ -150,7 +150,6 @@ def _shape_of(value: Tensor) -> torch.Size:
 
 
 def _shape_of_piece(value: Tensor, size: int) -> torch.Size:
-    """Return the shape of one of `size` pieces along dim 0."""
     return torch.Size((value.shape[0] // size, *value.shape[1:]))
 
 

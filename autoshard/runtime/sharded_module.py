@@ -485,6 +485,5 @@ class ShardedModule(OfModel, HasWeights):
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the seed among a call's inputs; None if the program takes no seed."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)

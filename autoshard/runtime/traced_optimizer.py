@@ -231,7 +231,6 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the entry of `optimizer.param_groups` that contains `parameter`."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 

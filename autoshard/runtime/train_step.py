@@ -223,7 +223,6 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Return True, because every task can run without stages."""
         return True
 
     def run_task(self, task: StageTask) -> None:

@@ -303,7 +303,6 @@ class _KernelSource:
         return " + ".join(terms)
 
     def _split_body(self) -> Iterator[str]:
-        """Write a loop over the tiles of a chunk, then stores of the sums."""
         for index in self.layout.split:
             yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
         yield "for step in range(STEPS):"

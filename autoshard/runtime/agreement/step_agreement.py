@@ -216,7 +216,6 @@ class StepAgreement:
         return _Posted(call, state, seed, values, numbers)
 
     def _collect(self, posted: _Posted) -> list[Row]:
-        """Return the numbers of all ranks, in the order of ranks."""
         if (vectors := self._vectors) is not None:
             return vectors.collect(partial(_action, posted.call))
         said = self._ranks.channel.exchange(array("q", posted.numbers).tobytes(), _action(posted.call))
@@ -242,7 +241,6 @@ class StepAgreement:
         return True
 
     def _facts(self, posted: _Posted) -> Facts:
-        """Return the facts behind the numbers, for the error message."""
         return {
             "call": f"{posted.call.describe()} ({posted.state})",
             "hyperparameters": posted.call.hyperparameters,

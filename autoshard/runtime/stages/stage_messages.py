@@ -231,7 +231,6 @@ class MessagesBetweenRanks:
             return
 
     def _empty(self, slot: LocalSlot, mesh: Mesh) -> torch.Tensor:
-        """Return uninitialised memory for this rank's part of a value."""
         return torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
 
     @property
@@ -305,7 +304,6 @@ class MessagesBetweenRanks:
         return given
 
     def _of_stage(self, stage: int) -> int:
-        """Return the pipeline rank that runs a stage."""
         assert self._table is not None, "a step began"
         return self._table.staged.order.stage_ranks[stage]
 

@@ -180,7 +180,6 @@ def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
 
 
 def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
-    """Yield the blocks of a file in the order of writing, each as a tensor and a region of it."""
     for name in in_file_order(tensors):
         tensor = tensors[name]
         for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
@@ -209,7 +208,6 @@ def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], f
 
 
 def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
-    """Write the other files into the temporary folder, and rename the folder to `path`."""
     content.write_beside(aside)
     _keep_others(path, aside, content.replaced)
     for folder, _, files in os.walk(aside):

@@ -217,7 +217,6 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _layer_of_peft(model: nn.Module) -> str | None:
-    """Return the name and class of the first peft module, for messages."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             return f"{name or 'The model'} ({type(module).__name__} of peft)"

@@ -209,7 +209,6 @@ class Replay:
         return applied.operation.target(*args, **applied.operation.kwargs)
 
     def _tensor(self, view: StridedView, time: int) -> torch.Tensor:
-        """Return the whole tensor as it is before operation number `time`."""
         return _at(view, self._memory(view.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:

@@ -122,7 +122,6 @@ def _opened(path: Path) -> Any:
 
 
 def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return a tensor's shape and dtype, without reading its values."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
@@ -171,7 +170,6 @@ def _of_index(path: Path) -> _IndexedFiles:
 
 
 def _stays_inside(file: str) -> bool:
-    """Whether a file name in an index stays in the index's folder."""
     path = PurePosixPath(file)
     return not (path.is_absolute() or ".." in path.parts or "\0" in file or "\\" in file)
 
