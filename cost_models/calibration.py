@@ -1,8 +1,7 @@
 """Measure this machine, and fit a `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
 
-Call `calibrate` on all ranks at once, after `init_process_group`. Ranks that share cores then slow each other down, as
-they do in training. Each number is a mean over sustained, back-to-back runs (including time slices lost to a
-neighbour), averaged over the ranks. Without a process group a single rank is measured.
+Call `calibrate` on all ranks at once, after `init_process_group`; without a process group, one rank is measured. Each
+number is a mean over sustained, back-to-back runs, averaged over the ranks, which slow each other down as in training.
 
 Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
 that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of
@@ -94,7 +93,6 @@ def calibrate(
     """Measure this machine within its present process group (all ranks must call), or alone without a process group.
 
     Args:
-        name: name of the node type in the result.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: seconds, a rough limit of all timed runs. Each measurement gets a share, and runs at least twice.
         kernels: further operator calls to measure on a CPU; one operator may have calls of several sizes.
@@ -134,7 +132,6 @@ def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]
 def _calibration(
     name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
 ) -> Calibration:
-    """Return a calibration whose cluster is fitted to the measurements `measured`, which are in seconds."""
     cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
@@ -142,8 +139,6 @@ def _calibration(
 
 @dataclass(slots=True)
 class _Note:
-    """Reports each measurement to `on_progress`, with the numbers of finished and of all measurements."""
-
     on_progress: OnProgress | None
     total: int
     done: int = 0
@@ -159,10 +154,7 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Return the mean seconds of an action that runs back to back, for `share_s` seconds and at least twice.
-
-    One run comes before, untimed, to warm up.
-    """
+    """Time runs back to back for `share_s` seconds and at least twice, after one untimed run to warm up."""
     action()
     _synchronize()
     if distributed.is_initialized():
@@ -203,7 +195,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes (m, n, k) to measure: all for f32, the smallest for f16 on a CPU, the third for other dtypes.
+    """Return the sizes (m, n, k): all for f32, the smallest for f16 on a CPU, the third for other dtypes.
 
     A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
     """
@@ -215,7 +207,7 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Return the seconds of each action; for "launch", which launches many kernels, the seconds of one launch."""
+    """Time each action in seconds. The action "launch" makes many launches, and counts as one of them."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -225,7 +217,7 @@ def _measure_device(
 
 
 def _group_sizes(ranks: int) -> list[int]:
-    """Return the sizes of groups to measure: all ranks, and two if `ranks` is even; no group for one rank."""
+    """Return group sizes: all ranks, and two if `ranks` is even; no group for one rank."""
     if ranks == 1:
         return []
     return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
@@ -260,7 +252,7 @@ def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
 def functional_collectives(
     full: torch.Tensor, part: torch.Tensor, group: distributed.ProcessGroup
 ) -> Mapping[str, Callable[[], object]]:
-    """Return functions that run PyTorch's functional collectives, as described at `CollectiveCalls`."""
+    """Return PyTorch's functional collectives, each with its wait, as described at `CollectiveCalls`."""
     ops, size, name = torch.ops._c10d_functional, group.size(), group.group_name
     pieces = [part.numel()] * size
     return {
@@ -310,10 +302,7 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Return the seconds of one turn. For each number n in `PRODUCTS`, `product` runs n times, and `then` runs once.
-
-    All ranks begin the turn together.
-    """
+    """Time one turn, which all ranks begin together: `product` n times, then `then`, for each n in `PRODUCTS`."""
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -326,11 +315,11 @@ def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> flo
 
 
 def _nothing() -> None:
-    """Run in place of a collective in turns without one."""
+    """Turns without a collective call this function in its place."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Return the mean of each measurement over all ranks, equal on all ranks."""
+    """Average each measurement over all ranks, so that it is equal on all of them."""
     if ranks == 1:
         return dict(measured)
     values = torch.tensor(list(measured.values()), dtype=torch.float64, device=_place())
@@ -357,7 +346,6 @@ def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int
 
 
 def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> Cluster:
-    """Return the cluster with a throughput curve for each sampled kernel."""
     if not samples:
         return cluster
     times: dict[str, list[tuple[float, float]]] = {}
@@ -370,7 +358,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) of each sample: zero, unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured): zero, unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -379,7 +367,7 @@ def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: M
 
 
 def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
-    """Return the FLOP/s of matrix products of a dtype, without the launch: the median over the measured sizes."""
+    """Return FLOP/s of matrix products without the launch: the median over the measured sizes."""
     rates = []
     for key, seconds in measured.items():
         if key.startswith(f"matmul.{dtype}."):
@@ -433,7 +421,7 @@ def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...
 
 
 def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
-    """Return the x >= 0 that minimises |rows @ x - 1|^2. Entries of x outside the columns `used` are 0.
+    """Minimise |rows @ x - 1|^2 over x >= 0. Entries of x outside the columns `used` are 0.
 
     Least squares are solved for each subset of `used`, with scaled columns for good conditioning. The best solution
     without a negative entry counts.
@@ -475,7 +463,6 @@ def _samples(measured: Mapping[str, float]) -> list[_Sample]:
 
 
 def _residuals(cluster: Cluster, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured) of each measured matrix product and collective."""
     residuals: dict[str, float] = {}
     for sample in _samples(measured):
         group = GroupLinks(sample.group, sample.group, 1, cluster.node.intra, None)

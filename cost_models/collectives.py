@@ -124,14 +124,14 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a collective, as measured on the group's link; 0 without a measurement, and for one rank."""
+    """Seconds as measured on the group's link; 0 without a measurement, and for one rank."""
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
 
 
 def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
-    """Seconds of the algorithm `time` with its fastest protocol, starts included; 0 for a group of one."""
+    """Seconds with the fastest protocol, starts included; 0 for a group of one."""
     _check(moved_bytes)
     if group.size == 1:
         return 0.0
@@ -140,7 +140,7 @@ def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, gro
 
 @lru_cache(maxsize=4096)
 def _variants(group: GroupLinks) -> tuple[GroupLinks, ...]:
-    """Return the group itself, for the protocol Simple, and a copy for each other protocol that all its links have."""
+    """The group itself, for the protocol Simple, and a copy for each other protocol that all its links have."""
     shared = [name for name in _names(group.links[0]) if all(name in _names(link) for link in group.links)]
     return (group, *(_with_protocol(group, name) for name in shared))
 
@@ -165,10 +165,7 @@ def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """Seconds of one phase of a ring: start, latency of a round, and (n - 1)/n * bytes over the slowest link.
-
-    The slowest link is the fabric, a node's share of the network, or a pod's share of the spine.
-    """
+    """Seconds of a ring's start, latency, and (n - 1)/n * bytes over the slowest of fabric, network and spine share."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
     return _start(group) + _around(group) + max(inside, _outside(carried, group))
@@ -190,7 +187,7 @@ def _switch(operand_bytes: float, group: GroupLinks) -> float:
 
 
 def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
-    """Seconds of an all-reduce with a tree over nodes, given seconds of transfer and number of hops in each node."""
+    """Seconds of a tree over nodes, given the seconds of transfer (`inside`) and the hops (`steps`) in each node."""
     if group.nodes == 1:
         return 2 * _start(group) + inside + _steps(steps, 0, group)
     crossings = 1 if group.nodes == 2 else 2
@@ -211,7 +208,7 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 
 
 def _starts(group: GroupLinks) -> float:
-    """Seconds of start and latency of an exchange in which every rank has a message for every other rank.
+    """Start and latency of an exchange in which every rank has a message for every other rank.
 
     A message to another node first goes to the rank there that has the sender's place in its node.
     """
@@ -219,23 +216,23 @@ def _starts(group: GroupLinks) -> float:
 
 
 def _direct(carried_bytes: float, link: Link | None) -> float:
-    """Seconds to send bytes over a link, without the ramp of its bandwidth: bytes / bandwidth; 0 for an absent link."""
+    """Seconds of bytes / bandwidth, without the ramp of the bandwidth; 0 for an absent link."""
     return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Seconds to send bytes once out of each node, over all its cards in use, and at the same time out of each pod."""
+    """Seconds of bytes out of each node, over all its cards in use, and at the same time out of each pod."""
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
 
 def ceil_log2(count: int) -> int:
-    """Smallest e with 2**e >= count."""
+    """Smallest whole e with 2**e >= count, such as the steps of a tree over `count` nodes."""
     return (count - 1).bit_length()
 
 
 def _transfer(carried_bytes: float, link: Link | None) -> float:
-    """Seconds to send bytes over a link, with the ramp of its bandwidth; 0 for an absent link."""
+    """Seconds of bytes / bandwidth, with the ramp of the bandwidth; 0 for an absent link."""
     if link is None:
         return 0.0
     return carried_bytes / link.reached_bytes_per_s + _ramp(carried_bytes, link)
@@ -248,10 +245,7 @@ def _ramp(carried_bytes: float, link: Link) -> float:
 
 
 def _around(group: GroupLinks) -> float:
-    """Seconds of latency of a full round of a ring: size - 1 hops, of which nodes - 1 cross the network.
-
-    NCCL's tuner counts the same hops (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
-    """
+    """Seconds of latency of a ring's round: size - 1 hops, nodes - 1 of them over the network, as in NCCL's tuner."""
     return _steps(group.size - group.nodes, group.nodes - 1, group)
 
 
@@ -261,7 +255,6 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
 
 
 def _start(group: GroupLinks) -> float:
-    """Seconds of start of one phase: the longest start among the links in use."""
     return max(link.start_s for link in group.links)
 
 

@@ -95,16 +95,13 @@ def work_time(work: Work, device: Device, operator: str = "") -> float:
 
 
 def known_time(work: Work, device: Device) -> float:
-    """Seconds of an operator that its measured curve does not include: its launches and its matrix products.
-
-    The products of attention are part of its curve.
-    """
+    """Seconds of an operator that its measured curve leaves out: launches, and products except attention's."""
     products = sum(_product_time(product, work.dtype, device) for product in work.products)
     return work.steps * device.launch_latency_s + products
 
 
 def curve_bytes(work: Work) -> float:
-    """Bytes at which an operator's measured curve is read (`throughput`): bytes moved, or `attended_bytes`."""
+    """Bytes at which an operator's measured curve is read: bytes moved, or for attention `attended_bytes`."""
     if work.attention is None:
         return work.bytes_read + work.bytes_written
     return attended_bytes(work.attention, work.dtype)
@@ -155,7 +152,7 @@ def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
 
 
 def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
-    """Seconds of matrix products with the fastest tile, without launch and memory."""
+    """Seconds with the fastest tile, without launch and memory."""
     m, n, k, batch = shape
     curve = device.matmul
     rate = device.matmul_rate(dtype)

@@ -46,10 +46,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class HardwareFile:
-    """A parsed file: plain texts (`name`, ...) and constants by dotted path (`peak_flops.bf16`).
-
-    `origin` names the file in errors.
-    """
+    """A parsed file: texts (`name`) and constants by dotted path (`peak_flops.bf16`). Errors name its `origin`."""
 
     texts: Mapping[str, str]
     constants: Mapping[str, Constant]
@@ -109,10 +106,7 @@ def read(path: Path) -> HardwareFile:
 
 @lru_cache(maxsize=256)
 def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
-    """Parse a file; the time of its last change and its size are part of the cache's key.
-
-    The cache matters because plans are priced by the thousand, and each reads a dozen files.
-    """
+    """Parse a file, cached by time of change and size, because plans are priced by the thousand."""
     return parse(read_document(path), str(path))
 
 
@@ -173,7 +167,7 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
 
 
 def _check_range(value: float, unit: str, path: str, origin: str) -> None:
-    """Refuse an impossible number: negative, not finite, a zero divisor, or unreasonably large."""
+    """Refuse a negative or infinite number, a zero divisor, and an unreasonably large number."""
     largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
     divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
     if not 0 <= value <= largest or (divides and not value):
@@ -216,7 +210,7 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """Suggest known names that contain a name or are spelled like it; without any, list all known names."""
+    """Suggest known names that contain the name or are spelled like it; without any, all known names."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)

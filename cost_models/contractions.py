@@ -73,10 +73,7 @@ def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.einsum.default")
 def einsum(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count an einsum as products of two operands at a time, from left to right.
-
-    arguments: (equation, tensors). An ellipsis raises UnknownOperatorError.
-    """
+    """Count an einsum (equation, tensors) as products of two operands, from left to right. An ellipsis raises."""
     equation = str(arguments[0]).replace(" ", "")
     terms, _, result = equation.partition("->")
     if "." in equation:
@@ -99,7 +96,7 @@ def _pair_product(left: str, right: str, needed: set[str], extents: Mapping[str,
     """Return the product of two operands of an einsum, given the letters of their indices.
 
     An index of both operands is a batch if it is in `needed`, the indices of later operands and the result. Otherwise
-    it is contracted. An index of one operand is a row or a column. `extents` has the size of each index.
+    it is contracted. An index of one operand is a row or a column.
     """
     both = set(left) & set(right)
 
@@ -129,7 +126,7 @@ def chain(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @lru_cache(maxsize=1024)
 def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
-    """Return the cheapest products that multiply the matrices [extents[i], extents[i + 1]] for all i, in order."""
+    """Choose the cheapest products of the matrices [extents[i], extents[i + 1]] for all i, in order."""
     if len(extents) <= 2:
         return ()
     choices = [
@@ -145,10 +142,7 @@ def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
 
 @operator_cost("aten.bilinear.default")
 def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count a bilinear layer, with inputs x1 [..., i], x2 [..., j] and weight [o, i, j].
-
-    First the weights multiply x1. Then each row of the result is multiplied by its row of x2.
-    """
+    """Count a bilinear layer: weights [o, i, j] by x1 [..., i], then rows by rows of x2 [..., j]."""
     rows = prod(inputs[0].shape[:-1])
     out, left, right = inputs[2].shape
     return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
@@ -202,10 +196,7 @@ def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("transformers.grouped_mm_fallback_backward.default")
 def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count one grouped product for each of the two gradients.
-
-    arguments: (x [s, k], weight [e, k, n], offsets, grad [s, n]).
-    """
+    """Count one grouped product for each of the gradients of x [s, k] and weight [e, k, n], the first arguments."""
     (rows, contracted), (groups, _, columns) = inputs[0].shape, inputs[1].shape
     mean = ceil(rows / groups)
     products = (MatmulShape(mean, contracted, columns, groups), MatmulShape(contracted, columns, mean, groups))
@@ -213,10 +204,7 @@ def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments)
 
 
 def _convolution_product(pixels: int, weight: tuple[int, ...], groups: int) -> MatmulShape:
-    """Return the implicit matrix product of a convolution, one for each group.
-
-    Its sizes m, n, k are pixels, output channels of a group, and input channels of a group times kernel size.
-    """
+    """Return one product per group: pixels by output channels, over input channels times kernel size."""
     return MatmulShape(pixels, max(1, weight[0] // groups), prod(weight[1:]), groups)
 
 
@@ -250,9 +238,9 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 def _attention(
     inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
 ) -> Work:
-    """Count attention. If ranks have pieces of causal queries, count the rank with the last piece.
+    """If ranks have pieces of causal queries, count the rank with the last piece, for which all other ranks wait.
 
-    All other ranks wait for this rank. With K keys and Q queries on this rank, a query sees K - Q / 2 keys on average.
+    With K keys and Q queries on this rank, a query sees K - Q / 2 keys on average.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape
@@ -265,7 +253,7 @@ def _attention(
 
 
 def _is_placed_by_rank(arguments: tuple[object, ...]) -> bool:
-    """Whether a call of `autoshard::attention` starts at a different query on each rank: its `offset` is no number."""
+    """Whether `autoshard::attention` starts at a different query on each rank: its `offset` is no number."""
     offset = arguments[-2] if len(arguments) > 2 else None
     return isinstance(offset, Sequence) and len(offset) == 4 and offset[2] is None
 

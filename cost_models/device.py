@@ -59,7 +59,7 @@ class AttentionCurve:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """The curves of both directions of a fused attention kernel, e.g. "flash2"."""
+    """The curves of both directions of a fused attention kernel, e.g. of "flash2"."""
 
     forward: AttentionCurve
     backward: AttentionCurve
@@ -226,7 +226,7 @@ def _host_link(file: HardwareFile) -> HostLink | None:
 
 
 def _plain_attention_efficiency(file: HardwareFile) -> float:
-    """Return the file's own attention efficiency; without one, the forward efficiency of the kernel in use."""
+    """Read the attention efficiency, by default the forward efficiency of the kernel in use."""
     names = _kernel_names(file)
     if names and "attention_efficiency" not in file.constants:
         return _kernel(file, names[0]).forward.efficiency
@@ -237,7 +237,7 @@ _CURVE_FIELDS = ("efficiency", "softmax_depth", "overhead_keys", "diagonal_keys"
 
 
 def _kernel_names(file: HardwareFile) -> list[str]:
-    """Return the names of a file's attention kernels; the kernel that its text `attention_kernel` names comes first."""
+    """Name the attention kernels of a file; the kernel that `attention_kernel` names comes first."""
     names = dict.fromkeys(path.split(".")[1] for path in file.constants if path.startswith("attention."))
     used = file.texts.get("attention_kernel")
     return sorted(names, key=lambda name: name != used)

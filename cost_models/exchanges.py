@@ -35,10 +35,7 @@ class Exchanged(NamedTuple):
         return self.size_bytes if self.is_shift else (1 - 1 / ranks) * self.size_bytes
 
     def waited_s(self, group: GroupLinks, computed_s: float, overlap: Overlap | None) -> float:
-        """Return the seconds that the exchange adds to a call with `computed_s` seconds of computation.
-
-        If `overlap` is None, the exchange overlaps with nothing.
-        """
+        """Return the seconds by which the exchange prolongs its call's `computed_s`: all, if `overlap` is None."""
         sent_s = (shift_time if self.is_shift else all_to_all_time)(self.size_bytes, group)
         if overlap is None:
             return sent_s

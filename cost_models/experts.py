@@ -36,37 +36,30 @@ def busiest_rows(rows: float, ranks: int) -> float:
 
 
 def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """Count the forward with `rows` rows on a rank: both products.
-
-    inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down).
-    """
+    """Count both products. inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down)."""
     first, second = _products(inputs, rows)
     return _work(inputs, outputs, (first, second), rows, 1)
 
 
 def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """Count the backward: the first product once more, and the products of all gradients.
-
-    inputs: the gradient of the result, then the inputs of the forward.
-    """
+    """Count the first product again, and the gradients' products. inputs: result's gradient, forward's inputs."""
     first, second = _products(inputs[1:], rows)
     found = _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
     return found._replace(recomputed_flops=first.flops)
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
-    """Return the products of the backward: those for gradients of rows, then those for gradients of matrices."""
+    """Return the products for gradients of rows, then those for gradients of matrices."""
     shapes = (first, second)
     return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
-    """Return the product for the gradient of a product's rows."""
     return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
 
 
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
-    """Return both products of the forward, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
+    """Return the forward's products, with an equal number of rows for each expert, rounded up to `_ALIGNED`.
 
     A grouped kernel takes any number of rows as fast as an aligned number, because its operands' rows stay aligned.
     """
@@ -85,11 +78,7 @@ def _widths(inputs: Tensors) -> tuple[int, int, int]:
 
 
 def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], rows: float, passes: int) -> Work:
-    """Return the work of a layer with these products.
-
-    Rows are copied to their experts and back. Each product's operands and results are moved once. `passes` is the
-    number of operands [R, H] that are sorted by expert.
-    """
+    """Count `passes` copies of rows [R, H] to experts, one copy back, and each product's operands and results."""
     dtype, itemsize = compute_dtype(inputs), inputs[0].itemsize
     hidden = inputs[0].shape[1]
     inner = sum(shape.m * shape.batch * (shape.n + shape.k) for shape in products) * itemsize
@@ -99,7 +88,7 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
-    """Return the rows of the busiest rank, if each rank holds `held` of `experts`; x = (tokens, index, ...)."""
+    """Count the busiest rank's rows, if each rank holds `held` of `experts`; x = (tokens, index, ...)."""
     return busiest_rows(_assignments(x), max(1, experts // held))
 
 
@@ -119,10 +108,7 @@ def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("autoshard.experts_backward.default")
 def experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the backward of `experts`.
-
-    arguments: (grad_out, x, index, weights, gate_up, gate_up_bias, down, experts, ...).
-    """
+    """Count the backward of `experts`. arguments: the gradient of the result, then those of `experts`."""
     return _backward(inputs, outputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7])))
 
 
@@ -156,12 +142,12 @@ def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments
 
 
 def _operands_of_kept(inputs: Tensors) -> Tensors:
-    """Return the forward's operands from those of the kept backward; the gradient, which is like x, stands for x."""
+    """Let the gradient, which is like x, stand for x among the forward's operands."""
     return inputs[:-3]
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Return the rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
+    """Count rows that reach the busiest rank, if each rank has own operands x = (tokens, index, ..., down)."""
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 
@@ -172,21 +158,17 @@ def _count(experts: object) -> int:
 
 
 def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the all-to-alls of the forward: numbers of rows for each expert, rows to their experts, results back.
-
-    Their bytes are those of the rank that receives most rows.
-    """
+    """Send numbers of rows and rows to experts, and results back, for the rank that receives most rows."""
     experts = _count(arguments[6])
     rows = _arriving(inputs, experts) * _row_bytes(inputs[0])
     return [Exchanged(size) for size in (_counts_bytes(experts), rows, rows)]
 
 
 def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the all-to-alls of the backward.
+    """Send numbers of rows, rows, and gradients with router weights to experts; gradients of rows and weights back.
 
-    Numbers of rows, rows, and gradients with their router weights go to the experts. Gradients of rows and of weights
-    go back. The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the
-    gradients of rows on their way back.
+    The first product overlaps with the arrival of gradients. The gradients of matrices overlap with the gradients of
+    rows on their way back.
     """
     operands, experts = inputs[1:], _count(arguments[7])
     arriving = _arriving(operands, experts)
@@ -198,10 +180,9 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the all-to-alls of the backward with saved rows.
+    """Gradients of results and router weights go to the experts. Gradients of rows and of weights go back.
 
-    Gradients of results and router weights go to the experts. Gradients of rows and of weights go back. The gradients
-    of rows overlap with half of the call's computation.
+    The gradients of rows overlap with half of the call's computation.
     """
     operands = _operands_of_kept(inputs)
     arriving = _arriving(operands, _count(arguments[9]))
@@ -214,12 +195,12 @@ def _row_bytes(x: TensorInfo) -> int:
 
 
 def _counts_bytes(experts: int) -> float:
-    """Return the bytes of one eight-byte number for each expert of all ranks."""
+    """Count the bytes of one eight-byte number for each expert of all ranks."""
     return 8.0 * experts
 
 
 def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Return the bytes of `_workspace_keeping` plus those of the first product's result."""
+    """Bytes of `_workspace_keeping` plus those of the first product's result."""
     _, _, gated = _widths(inputs)
     return _workspace_keeping(inputs, rows, activation, also=gated)
 
@@ -242,7 +223,7 @@ def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: i
 
 
 def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Return the bytes of `_workspace_kept_backward` plus those of the rows and of the first product's result."""
+    """Bytes of `_workspace_kept_backward` plus those of the rows and of the first product's result."""
     hidden, _, gated = _widths(inputs[1:])
     return _workspace_kept_backward(inputs[1:], rows, activation, also=hidden + gated)
 
@@ -260,7 +241,7 @@ def _workspace_kept_backward(operands: Tensors, rows: float, activation: object,
 
 
 def _order_bytes(inputs: Tensors) -> int:
-    """Return the bytes of two eight-byte numbers for each row: its expert, and its place before sorting."""
+    """Count the bytes of two eight-byte numbers for each row: its expert, and its place before sorting."""
     return 2 * 8 * _assignments(inputs)
 
 

@@ -46,10 +46,7 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """Return the work of a blocked algorithm on a batch of matrices, which takes `columns / panel` sequential steps.
-
-    The algorithm reads `extra_bytes` in addition to its operands.
-    """
+    """Count a blocked algorithm: `columns / panel` sequential steps, which read `extra_bytes` beside operands."""
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)
@@ -57,7 +54,7 @@ def _factor(
 
 
 def _register(flops: Callable[[int, int], float], *names: str) -> None:
-    """Register the cost of operators that factorise their first operand; `flops` counts one matrix."""
+    """Register operators that factorise their first operand; `flops` counts one matrix."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, rows, columns = _matrix(inputs[0])
@@ -96,10 +93,7 @@ def solve(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _register_triangular(matrix: int, right: int, factor: float, *names: str) -> None:
-    """Register the cost of triangular solves: factor * n^2 FLOPs for each right-hand side.
-
-    `matrix` and `right` are the indices of the matrix and of the right-hand sides among the operands.
-    """
+    """Register solves of factor * n^2 FLOPs for each right-hand side; `matrix` and `right` index the operands."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, n, _ = _matrix(inputs[matrix])
@@ -116,16 +110,13 @@ _register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default", "aten.linalg_ldl
 
 
 def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:
-    """Return the number of right-hand sides of each matrix in a batch. The batch has `rows` rows in all."""
+    """Count the right-hand sides of each matrix in a batch, which has `rows` rows in all."""
     return max(1, prod(tensor.shape) // max(1, rows))
 
 
 @operator_cost("aten._linalg_eigh.default")
 def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count eigenvalues of a symmetric matrix as 4/3 n^3 FLOPs, with eigenvectors as 9 n^3.
-
-    arguments: (A, UPLO, compute_v).
-    """
+    """Count eigenvalues of a symmetric matrix as 4/3 n^3 FLOPs, or 9 n^3 with eigenvectors (argument compute_v)."""
     vectors = bool(arguments[2]) if len(arguments) > 2 else True
     batch, n, _ = _matrix(inputs[0])
     flops = batch * (9 if vectors else 4 / 3) * n**3
@@ -134,10 +125,7 @@ def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_eig.default")
 def eig(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count eigenvalues and eigenvectors of a general matrix as 25 n^3 FLOPs (Golub, Van Loan, section 7.5).
-
-    The matrix is reduced to Hessenberg form; then shifted QR steps follow.
-    """
+    """Count eigenvalues and eigenvectors of a general matrix, by shifted QR, as 25 n^3 FLOPs (Golub, Van Loan, 7.5)."""
     batch, n, _ = _matrix(inputs[0])
     return _factor(inputs, outputs, batch * 25 * n**3, n, extra_bytes=3 * _trailing_bytes(inputs[0]), panel=1)
 
@@ -171,7 +159,7 @@ def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _trailing_bytes(matrix: TensorInfo) -> float:
-    """Return the bytes that n matrix-vector products read: n / 3 whole matrices, because their matrices shrink."""
+    """Bytes that n matrix-vector products read: n / 3 whole matrices, because their matrices shrink."""
     return size_bytes((matrix,)) * min(matrix.shape[-2:]) / 3
 
 

@@ -53,9 +53,6 @@ class NodeType:
     """A kind of node: its device, the number of devices, the fabric inside and the network outside.
 
     Args:
-        name: name in the data files, or a name that the caller chooses.
-        device: the device of each rank.
-        devices_per_node: number of devices in a complete node.
         intra: the fabric in the node, as a link of one device: all direct links of the device together.
         inter: the network: one device's share of the node's network cards. None if nodes are not joined.
         wiring: links and network cards that devices share.
@@ -128,7 +125,6 @@ class NodeParts(TypedDict, total=False):
     """Parts of a node besides its device, as keyword arguments of `assemble_node`.
 
     Args:
-        devices_per_node: devices of one node.
         fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` of a switch that joins all
             devices. None for the fabric of the device's usual boards, which its file names.
         network: a network of the data files ("infiniband_hdr200", "roce_v2"), or a `Link`. None if nodes are not
@@ -189,7 +185,6 @@ class Cluster:
 
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
-        nodes: number of nodes.
         devices_per_node: number of devices used in each node; None for all.
         in_step: slowdown of kernels and collectives in a step, compared with a benchmark. The default is the fitted
             factors for several GPUs, else `ALONE`.
@@ -242,7 +237,6 @@ class Cluster:
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
-            devices: number of devices of the cluster.
             parts: the keys of `NodeParts`; `devices_per_node` is required.
 
         Raises:
@@ -275,7 +269,7 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """Number of devices of the cluster: nodes times used devices per node."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -285,11 +279,9 @@ class Cluster:
         return None if total is None else total / self.devices_per_node
 
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
-        """Return the links of a group of ranks over one or several mesh axes.
+        """Return the links of a group of ranks over mesh axes, e.g. ("data", "model") for a reshard over both.
 
-        Args:
-            mesh_axes: name of a mesh axis to its size, outermost axis first.
-            axes: the axes of the group, e.g. ("data", "model") for a reshard over both.
+        `mesh_axes` maps the name of a mesh axis to its size, outermost axis first.
         """
         shape, node = tuple(mesh_axes.items()), self.node
         places = (self.nodes, self.devices_per_node, self.intra, self.inter, node.wiring, node.devices_per_node)
@@ -303,7 +295,7 @@ class Cluster:
 
     @classmethod
     def of_file(cls, file: HardwareFile) -> Self:
-        """Read a cluster from a parsed file. Raises HardwareFileError."""
+        """Make a cluster of a parsed file of `save`. Raises HardwareFileError."""
         kind = _node(file, read_device(file, file.text("device")))
         used = file.count("used_devices_per_node", "devices")
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)

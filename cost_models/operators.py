@@ -1,8 +1,8 @@
 """FLOPs and bytes of operators, in one table by operator name ("aten.mm.default"); shapes are those on a rank.
 
 Operands and results are each moved once, with three corrections: views move nothing, factories read nothing, and
-lookups read only the returned rows. An operator without an entry counts as bound by the memory of its operands and
-results. This does not hold for contractions, so an operator that sounds like a contraction and has no entry raises.
+lookups read only the returned rows. An operator without an entry counts as memory-bound, unless it sounds like a
+contraction, which raises.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ VIEWS = tuple(_VIEW_NAMES.split())
     *("aten.empty_like.default", "aten.new_empty_strided.default", "aten.empty_strided.default"),
 )
 def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a view: nothing is moved and nothing is launched."""
+    """Count a view: nothing is moved and nothing is launched, so its work is `FREE`."""
     return FREE
 
 
@@ -138,10 +138,7 @@ for _name in RANDOM_KERNELS:
     *("aten.index_select.default", "aten.take_along_dim.default", "aten.take.default"),
 )
 def lookup(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count a lookup: the rows that are looked up are read, not the whole table.
-
-    It reads the bytes of the result and of the indices, and writes the result.
-    """
+    """Count a lookup: it reads the indices and the looked-up rows, not the whole table, and writes the result."""
     result = size_bytes(outputs)
     return Work(0, result + size_bytes(inputs[1:]), result, Kind.GATHER, compute_dtype(inputs))
 
@@ -186,10 +183,7 @@ def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: 
     "aten._thnn_fused_gru_cell_backward.default",
 )
 def bytes_alone(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count operators that are bound by memory, though their names sound like contractions.
-
-    For example, the products of a recurrent cell are separate operators.
-    """
+    """Count operators bound by memory whose names sound like contractions, such as recurrent cells without products."""
     return memory_bound(inputs, outputs)
 
 
@@ -209,10 +203,7 @@ def ctc_loss(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], argume
 def ctc_loss_backward(
     inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
 ) -> Work:
-    """Count the gradient of the CTC loss.
-
-    Backward variables, as large as the last operand log_alpha, are written and read. Both go into the gradient.
-    """
+    """Count the CTC loss's gradient: backward variables, as large as log_alpha (last operand), are written and read."""
     table = inputs[-1]
     read, written = size_bytes(inputs) + 2 * size_bytes([table]), size_bytes(outputs) + size_bytes([table])
     return Work(20 * numel(table), read, written, Kind.GATHER, compute_dtype(inputs))

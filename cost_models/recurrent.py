@@ -58,13 +58,7 @@ def _register_recurrent(name: str) -> None:
     forward_launches, backward_launches = LAUNCHES[name]
 
     def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """Count the time steps of a layer whose input products are separate operators.
-
-        Each time step multiplies the state with the hidden weights, [gates H, P]. If P differs from H, each time step
-        also multiplies with the projection, [P, H].
-
-        inputs: ([B, T, gates H], state [B, P], ...).
-        """
+        """Count time steps, each of which multiplies the state [B, P] by [gates H, P], and by [P, H] if P < H."""
         batch, steps, gates = inputs[0].shape
         fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -72,13 +66,7 @@ def _register_recurrent(name: str) -> None:
         return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
 
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """Count the backward of a layer's time steps, as counted by `forward`.
-
-        For each weight, each time step has one product for the state's gradient. The weight's own gradient is one
-        product over all time steps.
-
-        outputs: ([B, T, gates H], state [B, P], ...).
-        """
+        """Count a product for the state per weight and time step, and one product for each weight's gradient."""
         batch, steps, gates = outputs[0].shape
         fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -98,10 +86,7 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """Return the work of `steps` time steps that run one after the other, with `launches` launches in each.
-
-    `products` are the products of all time steps. Each time step reads the weights of shapes `weights` again.
-    """
+    """Count sequential time steps, each of which makes `launches` launches, and reads `weights` (shapes) again."""
     flops = sum(product.flops for product in products)
     reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
     read, written = size_bytes(inputs) + reread, size_bytes(outputs)
@@ -114,10 +99,7 @@ for _name in LAUNCHES:
 
 @operator_cost("aten._native_multi_head_attention.default")
 def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count the projections, with 4 E^2 multiplications for each token, and attention.
-
-    arguments: (query [B, T, E], key, value, embed_dim, num_head, ...).
-    """
+    """Count 4 E^2 multiplications for each token, and attention. arguments: (query [B, T, E], key, value, E, heads)."""
     batch, length, width = inputs[0].shape
     products = (MatmulShape(batch * length, 3 * width, width), MatmulShape(batch * length, width, width))
     return _block(inputs, outputs, products, batch, length, width, int(arguments[4]))  # type: ignore[call-overload]
@@ -125,10 +107,7 @@ def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Ar
 
 @operator_cost("aten._transformer_encoder_layer_fwd.default")
 def transformer_encoder_layer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count attention, and a product of all tokens with each matrix among the operands.
-
-    arguments: (src [B, T, E], embed_dim, num_heads, ...).
-    """
+    """Count attention, and all tokens times each matrix operand. arguments: (src [B, T, E], E, heads, ...)."""
     batch, length, width = inputs[0].shape
     weights = [tensor.shape for tensor in inputs[1:] if len(tensor.shape) == 2]
     products = tuple(MatmulShape(batch * length, *weight) for weight in weights)
@@ -144,7 +123,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """Return the work of the given products and of attention's two batched products, without scores in memory."""
+    """Count the given products and attention's two batched products, without scores in memory."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

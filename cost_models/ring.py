@@ -27,7 +27,7 @@ _WIDE = 4
 
 
 def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Arguments, backward: bool) -> Work:
-    """Return the work of ring attention, forward or backward, on the busiest rank.
+    """Return the work on the busiest rank.
 
     In a causal ring without pairs this is the last rank, which computes on all keys but half of its own. In a paired
     causal ring, each rank computes on half of all keys.
@@ -57,7 +57,7 @@ def ring_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Argume
 
 
 def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the messages of the forward: keys and values to the next rank, each beside the computation of a hop.
+    """Keys and values go to the next rank, each beside the computation of a hop.
 
     A paired ring also reshards operands before and results behind it.
     """
@@ -68,10 +68,9 @@ def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _passed_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Return the messages of the backward: keys and values, and their gradients one hop behind.
+    """Keys and values, with their gradients one hop behind in the accumulation type. The last message is exposed.
 
-    Gradients have the accumulation type. The last message overlaps with no computation. A paired ring also reshards
-    operands before and results behind it.
+    A paired ring also reshards operands before and results behind it.
     """
     grad, q, k, v = inputs[:4]
     hops, held, sums = len(_lengths(arguments)), size_bytes((k, v)), _wide_bytes((k, v))
@@ -88,22 +87,14 @@ def _between(arguments: Arguments, before: Tensors, round_trip: list[Exchanged],
 
 
 def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
-    """Return the bytes of a forward's workspace.
-
-    The workspace has pieces of other ranks, a hop's own result, and sums of results in the accumulation type.
-    """
+    """Bytes of pieces of other ranks, a hop's own result, and sums of results in the accumulation type."""
     q, k, v = inputs[:3]
     out, relaid = _out(q, v), size_bytes((q,)) if arguments[_PAIRED] else 0
     return _visiting(arguments) * size_bytes((k, v)) + size_bytes((out,)) + 2 * _wider_bytes(out) + relaid
 
 
 def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
-    """Return the bytes of a backward's workspace.
-
-    The workspace has pieces of other ranks, a hop's own gradients, and sums of gradients that leave, arrive and are
-    computed.
-    Gradients that become a result are not part of the workspace.
-    """
+    """Bytes of other ranks' pieces, a hop's own gradients, and sums of gradients that are not results."""
     grad, q, k, v = inputs[:4]
     relaid = size_bytes((grad, q, grad)) if arguments[_PAIRED] else 0
     sums = 3 * _wide_bytes((k, v)) + _wider_bytes(q) - size_bytes((k, v))
@@ -135,7 +126,7 @@ def _wide_bytes(tensors: Tensors) -> int:
 
 
 def _wider_bytes(result: TensorInfo) -> int:
-    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type and is the sum."""
+    """Return the bytes of a result's sum in the accumulation type; 0 if the result has this type."""
     return _wide_bytes((result,)) if result.itemsize < _WIDE else 0
 
 

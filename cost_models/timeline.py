@@ -12,7 +12,7 @@ COMPUTE = "compute"
 
 
 class Span(NamedTuple):
-    """The time in which a task runs, with its stream and its process, an index into the timeline's `processes`."""
+    """The seconds of a step in which a task runs on a stream of a process, an index into the timeline's `processes`."""
 
     name: str
     stream: str

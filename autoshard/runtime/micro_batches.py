@@ -37,10 +37,8 @@ class CutBatch:
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
     """Split the arguments of a call into `parts` equal parts along dim 0; return the arguments of each micro-batch.
 
-    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch.
-
-    Raises:
-        TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
+    An argument that is no tensor, or a tensor without dims, is passed to each micro-batch. Raise `TraceError` if
+    tensors differ in the size of dim 0, or `parts` does not divide it.
     """
     if parts == 1:
         return [(tuple(args), dict(kwargs))]
@@ -97,16 +95,8 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
     """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
-    If the model branches on values, micro-batches may have different programs. The result is then the program that
-    takes the same branches as the whole batch.
-
-    Args:
-        sharded: the module.
-        parts: the arguments of each micro-batch.
-        find: finds the program for a micro-batch; called once for each.
-
-    Raises:
-        NotAvailableError: no micro-batch is known to take the branches of the whole batch.
+    If the model branches on values, micro-batches may have different programs. The result then takes the same branches
+    as the whole batch. Raise `NotAvailableError` if there is none. `find` is called once for each micro-batch.
     """
     executables, calls = zip(*(find(*part) for part in parts), strict=True)
     found = dict.fromkeys(executables)
@@ -128,15 +118,9 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
 
 
 def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
-    """Return the weight of each micro-batch's loss in the loss of the batch.
+    """Return the weight of each micro-batch's loss in the loss of the batch, given the micro-batches' common program.
 
-    Args:
-        sharded: the module.
-        compiled: the program of a micro-batch.
-        parts: the arguments of each micro-batch.
-
-    Raises:
-        NotAvailableError: the loss is not a weighted sum over micro-batches.
+    Raise `NotAvailableError` if the loss is not a weighted sum over micro-batches.
     """
     if len(parts) == 1:
         return [1.0]
@@ -146,7 +130,7 @@ def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequenc
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return the weighted loss of a micro-batch; zero, without a gradient, if its weight is zero."""
+    """Return the weighted loss of a micro-batch, or zero without a gradient if its weight is zero."""
     return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
 

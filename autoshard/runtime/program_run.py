@@ -1,8 +1,7 @@
 """`ProgramRun` runs the forwards and backwards of a program's micro-batches, stage by stage.
 
-A program without stages is a pipeline of one stage, and sends no messages. If one process simulates all ranks, it runs
-all stages. With processes, each process runs the stages of its pipeline rank. `StageMessages` carries values between
-stages.
+A program without stages is a pipeline of one stage. A process runs the stages of its pipeline rank, or all stages if it
+simulates all ranks. `StageMessages` carries values between stages.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class StageRun:
     """A stage that this process runs, in one call.
 
     Args:
-        number: the stage's position in the pipeline.
-        program: the stage's program.
         hoisted: local values computed once for all micro-batches; None before the first micro-batch.
         saved: local values that a forward saves for its backward, by micro-batch.
         for_second_half: local values that the first half of a split backward saves for the second half, by micro-batch.
@@ -56,11 +53,7 @@ class StageRun:
     owned: Sequence[bool] | None = None
 
     def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Run a backward, add its gradients to the sums, and return the gradients for other stages.
-
-        Args:
-            values: the values saved by the forward, then the local tangents; emptied.
-        """
+        """Run a backward on saved values and local tangents (emptied); return the gradients for other stages."""
         sent, gradients = self.program.run_backward_on(values, self._take_sums())
         self.add(gradients, self.program.owned_gradients)
         return sent
@@ -70,7 +63,7 @@ class StageRun:
         self.add(*self.program.run_second_half(values, self._take_sums()))
 
     def _take_sums(self) -> list[LocalValue] | None:
-        """Return the sums for a backward that adds to them, without keeping them, so that each sum can be freed.
+        """Take the sums for a backward that adds to them, so that each sum can be freed.
 
         None before the first backward, and if the engine adds afterwards.
         """
@@ -95,10 +88,8 @@ class ProgramRun:
     Args:
         table: the values that stages send each other.
         stages: the stages that run in this process, by number.
-        messages: sends the values.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
         weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
-        take: called with the outputs of each forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 
@@ -146,7 +137,7 @@ class ProgramRun:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
-        """Whether a task is left out: a backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
+        """Whether a task is left out: the backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
         return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
@@ -165,10 +156,7 @@ class ProgramRun:
         self.take(program, results, micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """Return a stage's inputs of a micro-batch.
-
-        The first stage that asks gets the inputs of all stages, so that micro-batches draw random numbers in order.
-        """
+        """Return a stage's inputs. The first stage that asks gets all stages' inputs, to draw numbers in order."""
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -179,10 +167,7 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run forward and backward as a CUDA graph; return the outputs and the gradients.
-
-        The results are copied if needed, because they are valid only until the graph's next call.
-        """
+        """Run forward and backward as a CUDA graph. Its results are copied if the next call would overwrite them."""
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -203,14 +188,10 @@ class ProgramRun:
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
-        """Return the local gradients of outputs that a backward takes, in the order of `Executable.tangents`."""
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """Return the local gradient of one output: from a later stage, or else made here.
-
-        The gradient of the loss is the micro-batch's weight; the gradients of other outputs are zero.
-        """
+        """Return the gradient of an output: a later stage's, the micro-batch's weight for the loss, else zero."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

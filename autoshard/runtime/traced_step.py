@@ -27,11 +27,8 @@ class TracedStep:
     """Runs forward, backward and update of `sharded` by a traced `optimizer` as one program, in stages or whole.
 
     Args:
-        sharded: the model.
-        optimizer: a traced optimizer (see `traced_optimizer`) over the model's parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         order: the order of the tasks of a program without stages.
-        executor: runs programs.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 
@@ -63,12 +60,7 @@ class TracedStep:
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
-        """Run one step; return the loss of the whole batch.
-
-        Args:
-            parts: the arguments of each micro-batch.
-            members: the present members of the model.
-        """
+        """Run one step on the arguments of each micro-batch in `parts`; return the loss of the whole batch."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
         executable, calls = common_program(self._sharded, parts, find)
         weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
@@ -95,10 +87,7 @@ class TracedStep:
         return executable.by_stage(tensors)
 
     def _hand_out(self, program: Executable, results: Sequence[LocalValue], loss_name: str) -> torch.Tensor | None:
-        """Write updated buffers and attributes into the model; return the loss if it is among the results.
-
-        Other outputs are dropped.
-        """
+        """Write updated buffers and attributes into the model; return the loss if it is among the results."""
         loss, kept = None, program.phased.lowered.traced.kept
         paths = {f"output:{index}": path for index, path in kept.items()}
         for slot, value in zip(program.outputs, results, strict=True):
@@ -111,7 +100,7 @@ class TracedStep:
         return loss
 
     def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Run the updates of this process's stages on their gradients, summed over micro-batches."""
+        """Run the updates of this process's stages, on gradients summed over micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.gradient_sums or [] for number, stage in run.stages.items()}

@@ -106,12 +106,12 @@ class TrainStep(HasWeights):
 
     @property
     def micro_batches(self) -> int:
-        """The number of parts into which a batch is split."""
+        """The number of equal parts, along dim 0, into which the batch of a step is split."""
         return self.order.micro_batches
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that runs the step."""
+        """The mesh on which the step's program runs; see `ShardedModule.mesh`."""
         return self.sharded.mesh
 
     @property
@@ -157,11 +157,7 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Whether this step must put gradients into `.grad`; the first time, log the reason.
-
-        Raises:
-            NotAvailableError: the step must do so, but the mesh has pipeline stages.
-        """
+        """Log the reason once. Raise `NotAvailableError` if the step must do so, but the mesh has pipeline stages."""
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
             raise NotAvailableError(
@@ -176,14 +172,13 @@ class TrainStep(HasWeights):
         return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Run a step by autograd, which sums the gradients of micro-batches, and the optimizer's own step."""
+        """Run a step by autograd, which sums the micro-batches' gradients, and the optimizer's own step."""
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
         self._update()
         return sum_of(list(tasks.shares.values()))
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
-        """Return the weight of each micro-batch in the loss."""
         if len(parts) == 1:
             return [1.0]
         (args, kwargs), *_ = parts
@@ -212,7 +207,6 @@ class TrainStep(HasWeights):
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
-        """Return the arguments of each micro-batch."""
         return parts_of(args, kwargs, self.micro_batches)
 
 
@@ -220,11 +214,7 @@ class TrainStep(HasWeights):
 class _AutogradTasks:
     """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
-    Args:
-        sharded: the model.
-        parts: the arguments of each micro-batch.
-        weights: the weight of each micro-batch in the loss.
-        shares: the weighted loss of each micro-batch, by number.
+    `weights` has the weight of each micro-batch in the loss, and `shares` its weighted loss, by number.
     """
 
     sharded: ShardedModule
@@ -233,7 +223,6 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Return True: without stages, every task can run."""
         return True
 
     def run_task(self, task: StageTask) -> None:

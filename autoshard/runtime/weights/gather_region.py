@@ -20,12 +20,10 @@ _C10D = torch.ops._c10d_functional
 
 @torch.no_grad()
 def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
-    """Return the values of a region of `tensor`. All ranks of its mesh must call together.
+    """Return the values of a region of the whole `tensor`. All ranks of its mesh must call together.
 
-    Args:
-        tensor: sharded by `Shard` and `Replicate` only.
-        region: a region of the whole tensor.
-        group: torch's name of the process group of all ranks of the mesh, in rank order.
+    The tensor is sharded by `Shard` and `Replicate` only. `group` is torch's name of the process group of all ranks of
+    the mesh, in rank order.
     """
     mine = LocalPart.of(tensor)
     place = tuple(tensor.device_mesh.get_coordinate() or ())
@@ -59,7 +57,7 @@ def _intersection(first: Region, second: Region) -> Region | None:
 
 
 def _within(region: Region, outer: Region) -> Region:
-    """Return `region` in indices relative to `outer`, a region that contains it."""
+    """Return `region` in indices relative to `outer`, which contains it."""
     return tuple(
         slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
     )
