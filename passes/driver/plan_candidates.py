@@ -113,8 +113,8 @@ _GAIN, _SLOW = 0.98, 1.5
 """Ratios of step times. Stages are planned if their recipe's price is at most `_GAIN` times the fastest step so far. If
 the time budget cut a search, its plan may take `_SLOW` times the price of its recipe.
 
-Measured on Llama-3 70B on 128 and 1,024 H100s (2026-11-30): plans with stages took 1.14 times their recipe's price,
-plans without stages 0.98 to 1.0 times.
+Measured on Llama-3 70B on 128 and 1,024 H100s (2026-11-30): plans with stages took 1.14 times their recipe's price.
+Plans without stages took 0.98 to 1.0 times their price.
 """
 
 _SLOWER = 1.05
