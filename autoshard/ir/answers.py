@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.show import text_of
 from autoshard.ir.spec import PartitionSpec
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,3 +188,16 @@ class Comparison:
 
     def __str__(self) -> str:
         return text_of(self)
+
+
+def both_parts(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
+    """Return both values of each key, with `absent` for a missing value."""
+    return {name: (first.get(name, absent), second.get(name, absent)) for name in {**first, **second}}
+
+
+def differing_specs(
+    first: Mapping[str, PartitionSpec], second: Mapping[str, PartitionSpec]
+) -> dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]:
+    """Return both specs of each name whose specs differ, with None for a missing spec."""
+    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
