@@ -12,10 +12,12 @@ neither the plan nor the metadata of the lowered program:
    lowered program makes the calls on them that `autoshard.rules.emit_local` defines for this strategy. Then the results
    of the traced call are held under the strategy's specs.
 
-The calls of each definition are recorded once as a `LocalForm`, and then looked up in the lowered program.
+The *definition* of a reshard step or strategy is the list of calls that `emit` or `emit_local` makes for it. The calls
+are recorded once as a `LocalForm`, and then looked up in the lowered program.
 
-Several local values may hold one traced value under one spec, and a definition may read any of them. These local values
-are equal, or they are addends of one sum in which the strategy is linear. Specs are stored without axes of size one.
+Several local values may hold one traced value under one spec, and a definition may read any of these local values.
+They are equal, or they are addends of one sum in which the strategy is linear. Specs are stored without axes of size
+one.
 """
 
 from __future__ import annotations

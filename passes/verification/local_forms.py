@@ -80,7 +80,10 @@ class FormCall:
 
 @dataclass(frozen=True, slots=True)
 class LocalForm:
-    """The calls that a definition emits, and each result's place, or the call that selects it from a tuple."""
+    """The calls of a reshard step or strategy on a rank.
+
+    A result is at a place among the values of the calls, or a call takes the result from a tuple.
+    """
 
     calls: Sequence[FormCall]
     results: Sequence[int | FormCall]
@@ -123,7 +126,7 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """Records the calls of a definition as `FormCall`s, instead of adding nodes to a graph."""
+    """Records the calls of a reshard step or strategy as `FormCall`s, instead of adding nodes to a graph."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()

@@ -1,18 +1,20 @@
 """Verifies that a lowered program computes the results of the traced program, before it runs.
 
-The proof trusts the sharding rules, the definitions of reshards and `derive_values`, an induction over them. It reads
-neither the plan nor the metadata of the lowered program, and shares no code with lowering. Each node must be part of a
-definition, which is matched call by call with all arguments. So a wrong axis of a collective, a missing wait, a wrong
-offset or a wrong factor leaves a node without a proof. Each node without a proof is an error, even if no result depends
-on it.
+The proof trusts the sharding rules, the definitions of reshards (`autoshard.ir.emit`), and the derivation in
+`derive_values`. It reads neither the plan nor the metadata of the lowered program, and shares no code with lowering.
+
+The sharding rules say which calls each rank makes for an operator of the traced program. The definitions of reshards
+say the same for a change of spec. Each node of the lowered program must be one of these calls, with the same arguments.
+So a wrong axis of a collective, a missing wait, a wrong offset or a wrong factor leaves a node without a proof. Each
+node without a proof is an error, even if no result depends on it.
 
 The proof checks that
 
 * the inputs and outputs are those of the traced program, in order;
 * each result is the traced value's piece under the spec that its slot states;
 * gradients and updates have the spec of the parameter, buffer, input or optimizer state that they belong to;
-* values that are added up over micro-batches are values that the traced update reads from the backward, whole or as
-  addends of a sum. These values are gradients, which are linear in the loss.
+* each value that is added up over micro-batches is a gradient, which is linear in the loss. The traced update reads the
+  gradient, or a sum with the gradient as an addend, from the backward.
 """
 
 from __future__ import annotations
