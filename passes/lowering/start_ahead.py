@@ -73,14 +73,16 @@ def _moved(graph_module: fx.GraphModule, starts: Sequence[fx.Node], by: int | No
 
 @dataclass(slots=True)
 class _Order:
-    """Yields the nodes of a graph in a new order.
+    """Yields all nodes of a graph in a new order, in which the collectives `starts` come earlier.
+
+    All other nodes keep their order, except the nodes from which the collectives are computed.
 
     Args:
-        starts: the collectives that the pass moves, in the order in which their results are first read.
-        moving: `starts` and all nodes from which they are computed. A moving node is placed only when another node
-            needs it.
+        starts: the collectives that come earlier, sorted by the first reader of their results.
+        moving: `starts` and all calls from which they are computed. Each of these calls, except the starts, is yielded
+            right before its first reader.
         depths: for each node, the greatest number of `starts` on a path that leads to it, itself included.
-        placed: the nodes that are already in the new order.
+        placed: the nodes that have been yielded.
     """
 
     graph: fx.Graph
@@ -102,7 +104,10 @@ class _Order:
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Yield each of `starts` right before the wait for that `by` places earlier in its process group and depth."""
+        """Yield the nodes with each start right before the wait for an earlier start of its process group and depth.
+
+        The earlier start is `by` places before it.
+        """
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
         for start in self.starts:

@@ -54,11 +54,11 @@ def _chained(graph: fx.Graph) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _Turns:
-    """Yields the nodes of a graph in a new order.
+    """Yields all nodes of a graph in a new order, in which waits and the collectives `chained` come earlier.
 
     Args:
-        chained: the collectives of other collectives' results (`_chained`), which start early.
-        placed: the nodes that are already in the new order.
+        chained: the second reductions, whose operands are results of other collectives (`_chained`).
+        placed: the nodes that have been yielded.
         scattered: the reduce-scatters that have started, in order.
     """
 

@@ -38,7 +38,10 @@ class Event(Protocol):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the event is a call that passes do not move out of its unit's region."""
+        """Whether the event is a call of the traced program, and no reshard and no recomputation.
+
+        Passes move only other events into the region of another unit.
+        """
         ...
 
 
