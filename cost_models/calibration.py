@@ -154,7 +154,10 @@ def _place() -> torch.device:
 
 
 def _mean_time(action: Callable[[], object], share_s: float) -> float:
-    """Time runs back to back for `share_s` seconds and at least twice, after one untimed run to warm up."""
+    """Return the mean seconds of a run of `action`, after one untimed run to warm up.
+
+    Runs follow each other without a pause, at least twice, until `share_s` seconds have passed.
+    """
     action()
     _synchronize()
     if distributed.is_initialized():
@@ -302,7 +305,10 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Time one turn, which all ranks begin together: `product` n times, then `then`, for each n in `PRODUCTS`."""
+    """Return the seconds of one turn: for each n in `PRODUCTS`, `product` runs n times, then `then` runs once.
+
+    All ranks begin the turn together.
+    """
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()

@@ -172,13 +172,13 @@ def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a ring in each node and a tree over the nodes, pipelined."""
+    """Seconds of an all-reduce by a ring within each node and a tree over the nodes; the two run at once, in chunks."""
     n = group.per_node
     return _over_nodes(operand_bytes, group, 2 * _transfer((n - 1) / n * operand_bytes, group.intra), 2 * (n - 1))
 
 
 def _switch(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a reduction in each node's switch and a tree over the nodes, pipelined."""
+    """Seconds of an all-reduce by each node's switch and a tree over the nodes; the two run at once, in chunks."""
     link, n = group.intra, group.per_node
     assert link is not None
     carried = (n + 1) / n * operand_bytes

@@ -167,7 +167,7 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
 
 
 def _check_range(value: float, unit: str, path: str, origin: str) -> None:
-    """Refuse a negative or infinite number, a zero divisor, and an unreasonably large number."""
+    """Raise `HardwareFileError` for a negative, infinite or unreasonably large number, or for a divisor of zero."""
     largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
     divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
     if not 0 <= value <= largest or (divides and not value):

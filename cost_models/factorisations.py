@@ -116,7 +116,7 @@ def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:
 
 @operator_cost("aten._linalg_eigh.default")
 def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count eigenvalues of a symmetric matrix as 4/3 n^3 FLOPs, or 9 n^3 with eigenvectors (argument compute_v)."""
+    """Count the FLOPs of a symmetric matrix's eigenvalues: 4/3 n^3, or 9 n^3 with eigenvectors (argument compute_v)."""
     vectors = bool(arguments[2]) if len(arguments) > 2 else True
     batch, n, _ = _matrix(inputs[0])
     flops = batch * (9 if vectors else 4 / 3) * n**3
@@ -125,7 +125,7 @@ def eigh(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_eig.default")
 def eig(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """Count eigenvalues and eigenvectors of a general matrix, by shifted QR, as 25 n^3 FLOPs (Golub, Van Loan, 7.5)."""
+    """Count 25 n^3 FLOPs for the eigenvalues and eigenvectors of a matrix, by shifted QR (Golub, Van Loan, 7.5)."""
     batch, n, _ = _matrix(inputs[0])
     return _factor(inputs, outputs, batch * 25 * n**3, n, extra_bytes=3 * _trailing_bytes(inputs[0]), panel=1)
 

@@ -1,8 +1,8 @@
 """FLOPs and bytes of operators, in one table by operator name ("aten.mm.default"); shapes are those on a rank.
 
 Operands and results are each moved once, with three corrections: views move nothing, factories read nothing, and
-lookups read only the returned rows. An operator without an entry counts as memory-bound, unless it sounds like a
-contraction, which raises.
+lookups read only the returned rows. An operator without an entry counts as memory-bound. If its name is like that of a
+contraction ("solve"), `UnknownOperatorError` is raised instead.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def work(
 
 
 def seems_to_contract(operator_name: str) -> bool:
-    """Whether an operator without a formula sounds like a contraction, whose time does not follow from its bytes."""
+    """Whether an operator has no formula, and a name like that of a contraction, such as "einsum" or "solve".
+
+    The time of a contraction does not follow from its bytes.
+    """
     parts = operator_name.replace("::", ".").split(".")
     name = parts[1] if len(parts) > 1 else parts[0]
     return operator_name not in TABLE and _CONTRACTING_WORDS.search(name) is not None
@@ -121,7 +124,7 @@ _WORD_BYTES = 8
 
 def _register_random(name: str) -> None:
     def count(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-        """Count kernels that each read and write 64 bits of each element, and compute one FLOP for it."""
+        """Return the work of all kernels of the operator: 64 bits read and written and one FLOP for each element."""
         kernels, elements = RANDOM_KERNELS[name], numel(outputs[0])
         moved = kernels * elements * _WORD_BYTES
         return Work(kernels * elements, moved, moved, Kind.POINTWISE, "f32", steps=kernels)
@@ -183,7 +186,10 @@ def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: 
     "aten._thnn_fused_gru_cell_backward.default",
 )
 def bytes_alone(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Count operators bound by memory whose names sound like contractions, such as recurrent cells without products."""
+    """Return the work of moving the operands and results, with one FLOP for each element of the largest.
+
+    Without an entry, these operators would be refused, because their names match `_CONTRACTING_WORDS`.
+    """
     return memory_bound(inputs, outputs)
 
 

@@ -243,7 +243,7 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream's issued communications (start, end, label), and the index of the first that may not have ended yet."""
+    """A stream's issued communications (start, end, label). All communications before index `first` have ended."""
 
     ran: list[tuple[float, float, str]] = field(default_factory=list)
     first: int = 0
@@ -386,7 +386,10 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run a chain, which is slower beside communication, and does not start before the host has issued it."""
+        """Run operations back to back on the compute stream, and return the time at which the last ends, in seconds.
+
+        Communication slows the operations. None of them starts before the host has issued it.
+        """
         start, issued = self.clock, self.host
         if self._is_alone():
             self.clock = start + chain.seconds
