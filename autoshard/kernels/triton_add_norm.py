@@ -70,7 +70,7 @@ def why_not_add_layer_norm_backward(
 
 
 def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
-    """Refuse unsupported dtypes, and `other` unless it can be added to the rows of `x`."""
+    """Return the reason if a dtype is not supported or `other` cannot be added to the rows of `x`, else None."""
     reason = refuse_dtypes(x=x, other=other, **tensors)
     if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
         return f"the added tensors have shapes {tuple(x.shape)}, {tuple(other.shape)}, dtypes {x.dtype}, {other.dtype}."

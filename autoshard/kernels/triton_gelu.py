@@ -91,7 +91,7 @@ def _refuse(x: Tensor, bias: Tensor, activation: str) -> str | None:
 
 
 def _refuse_shape(name: str, shape: Sequence[int], x: Tensor) -> str | None:
-    """Refuse a tensor of `shape` that does not have as many and as long rows as x."""
+    """Return why the tensor `name` of this shape does not have as many and as long rows as x, or None if it has."""
     if len(shape) > 0 and shape[-1] == x.shape[-1] and torch.Size(shape).numel() == x.numel():
         return None
     return f"{name}={tuple(shape)} does not have the rows of x={tuple(x.shape)}."

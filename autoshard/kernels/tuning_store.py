@@ -48,7 +48,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A folder of tuned launch configurations, which may not exist yet."""
+    """A folder of tuned launch configurations, which is made when needed."""
 
     folder: Path
 

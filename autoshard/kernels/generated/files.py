@@ -20,13 +20,13 @@ _PACKAGE = "autoshard_generated"
 
 
 def cache_folder() -> Path:
-    """Return autoshard's folder in the user's cache, which may not exist yet."""
+    """Return autoshard's folder in the user's cache, whether or not it exists yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
 
 
 def source_folder() -> Path:
-    """Return the folder of generated sources, which may not exist yet."""
+    """Return the folder of generated sources, whether or not it exists yet."""
     return cache_folder() / "kernels"
 
 

@@ -1,4 +1,4 @@
-"""Finds the loops that a kernel needs to compute a group, from the shapes of the group's values.
+"""Finds the loops that a kernel needs to compute a group of operators, from the shapes of the group's values.
 
 A loop runs over an *axis*. Every dim of every value is a product of axes, major to minor, as in `(batch heads) -> batch
 heads`. Axes are found in three steps:
@@ -221,7 +221,7 @@ def _check_results(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) 
 
 
 def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
-    """Refuse costly values that are broadcast along rows, because each row would compute them again."""
+    """Raise `NoLoopsError` if costly values are broadcast along rows, because each row would compute them again."""
     for index, step in enumerate(group.steps, len(group.operands)):
         entry = POINTWISE.get(step.target)
         if entry is not None and entry.is_costly and not rows.issubset(flat[index]):

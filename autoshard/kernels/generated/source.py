@@ -1,4 +1,4 @@
-"""Writes the Triton source of a group.
+"""Writes the Triton source of the kernel of a group of operators (`Group`).
 
 The kernel of a group without reductions walks all elements in one flat index, cut into blocks. The kernel of a group
 with reductions works on tiles of whole rows, which stay in registers between a sum and its readers.
@@ -86,7 +86,10 @@ class ElementLayout:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A group's kernel: the source text of its function, with the decorator, and its launch configuration."""
+    """The generated kernel of a group of operators: its source text, and its launch configuration.
+
+    The text is the `@triton.jit` function, decorator included.
+    """
 
     text: str
     layout: ElementLayout
@@ -286,10 +289,14 @@ class _KernelSource:
         return "row" if self.loops.columns else "index"
 
     def _offset(self, flat: str, sizes: Sequence[int], strides: Sequence[int], first: int) -> str:
-        """Return the text of a tensor's offset along the rows or along the columns, empty if all strides are 0.
+        """Return the source text of a tensor's offset along the axes of the rows, or of the columns.
 
-        `flat` is the variable of the flat index: "row", "column" or "index". `first` numbers the first axis: `i0`,
-        `i1`, ...
+        For example, "row * 4" if the tensor is contiguous over the axes, "i0 * 8 + i1" if not, "" if all strides are 0.
+
+        Args:
+            flat: the variable with the flat index over the axes: "row", "column" or "index".
+            sizes, strides: size of each axis, and the tensor's stride along the axis, in elements.
+            first: number of the first axis. The index along axis number n is the variable `i{n}`.
         """
         if not any(strides):
             return ""
