@@ -34,7 +34,7 @@ def increasing(*groups: Operands) -> list[Carry]:
 def decreasing(*groups: Operands) -> list[Carry]:
     """Return carries through each group of operands, in which maxima become minima and minima become maxima.
 
-    The call has one result, which may not increase when operands of the group increase.
+    The call has one result, which never increases when operands of the group increase.
     """
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 

@@ -90,7 +90,7 @@ def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def is_additive(*tensors: torch.Tensor) -> bool:
-    """Whether these tensors may be partial sums; booleans may not."""
+    """Whether all of these tensors may be partial sums: none has the dtype bool."""
     return all(tensor.dtype != torch.bool for tensor in tensors)
 
 

@@ -43,9 +43,9 @@ _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
 """From an operator to the indices of operands that its kernel reads as if they were contiguous.
 
 With other strides the kernel raises an error, or reads wrong elements. On one device torch's caller makes the operands
-contiguous, which the trace may not show. On ranks they may have other strides, because a reshard keeps the order of
-dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on CPUs) on
-permuted memory.
+contiguous, and a trace does not always show it. On ranks the operands may have other strides, because a reshard keeps
+the order of dims in memory. The table was found by running the samples of torch's own tests (`op_db` of torch 2.13, on
+CPUs) on permuted memory.
 """
 
 

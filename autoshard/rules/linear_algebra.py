@@ -1,4 +1,4 @@
-"""Rules of linear algebra and of Fourier transforms. Batch dims may be split, and the dims of matrices may not."""
+"""Rules of linear algebra and of Fourier transforms. Only batch dims may be split, not the dims of matrices."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ aten = torch.ops.aten
 def _batched(
     operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
 ) -> Callable[..., Rule]:
-    """Return the rule function of an operator on the last dims of its operands, such as matrices, after batch dims.
+    """Return the rule function of an operator on batches of matrices or vectors. Only batch dims may be split.
 
-    `operands` and `results` have the number of these last dims for each tensor. Batches are only split evenly, because
-    a decomposition of padding may fail and raise an error.
+    A batch is split only into equal parts. Padding would add matrices of zeros, for which `cholesky` raises an error.
+
+    Args:
+        operands: for each operand, the number of its last dims that are not batch dims: 2 for matrices.
+        results: the same numbers for the results.
+        linear: `Rule.linear`, the sets of operands in which the results are linear.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -128,7 +132,7 @@ def trilinear(
 
 @sharding_rule(aten._cdist_forward.default)
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
-    """Points of both operands may be split, and coordinates may not."""
+    """The points of both operands may be split; the coordinates of a point stay whole."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     left, right = broadcast_dims(a.shape[:-2], batch), broadcast_dims(b.shape[:-2], batch)
     return Rule((((*left, ("m",), BLOCKED), (*right, ("n",), BLOCKED)), ((*batch, ("m",), ("n",)),)))

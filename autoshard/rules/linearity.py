@@ -46,7 +46,10 @@ class Range:
 
 
 def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
-    """Return the rule without the partial sums that may not pass a call whose operands have these ranges."""
+    """Return the rule without the partial sums that could give another result, such as NaN, on some rank.
+
+    `ranges` has the possible values of each operand of the call.
+    """
     return replace(
         rule,
         linear=tuple(group for group in rule.linear if _passes(rule, group, ranges)),

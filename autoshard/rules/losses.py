@@ -66,7 +66,7 @@ def _split_cross_entropy(
 
 @sharding_rule(autoshard_ops.ctc_loss.default)
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> str:
-    """Sequences may be split, and times and classes may not, because alignments run through them."""
+    """Only the batch may be split. Times and classes stay whole, because alignments run through them."""
     return "_ n _, n _, n, n -> n, n _ _"
 
 

@@ -66,7 +66,7 @@ def range_of_type(dtype: torch.dtype) -> Range:
 
 
 def range_of_values(values: torch.Tensor) -> Range:
-    """Return the range from the smallest to the largest number in a tensor, or to the magnitudes of complex numbers."""
+    """Return the range from the smallest to the largest number in a tensor; complex numbers count by magnitude."""
     numbers = values.abs().double() if values.is_complex() else values.double()
     numbers = numbers[~numbers.isnan()]
     if not numbers.numel():

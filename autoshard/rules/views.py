@@ -68,7 +68,7 @@ def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule | None:
 
 
 def _local_view(context: LocalContext, x: Any, *_: Any) -> Any:
-    """Emit a reshape to the local shape. The strides of a local piece may not allow a view."""
+    """Emit a reshape to the local shape. A view could fail on the strides of a local piece."""
     return context.call(aten.reshape.default, x, context.output_shape())
 
 

@@ -168,7 +168,7 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """Padding over the dim may not be more extreme than any clean element."""
+    """Return the results of a maximum or minimum; `ReachedError` if padding could be chosen over clean elements."""
     (x,) = call.operands
     dim = call.argument(1, "dim")
     if dim is None and x.is_padded:

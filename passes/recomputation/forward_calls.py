@@ -59,7 +59,7 @@ class ForwardCalls:
         return not is_alias and all(map(self._leaves_open, self.readers[name]))
 
     def _leaves_open(self, link: Link) -> bool:
-        """Whether a reader may read a restored value. Outputs of the program and the optimizer's update may not."""
+        """Whether a reader may read a recomputed or offloaded value: it is no output and not in the update."""
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
 
