@@ -238,7 +238,8 @@ class PythonUse:
     """Python values that a trace read and set.
 
     Args:
-        names: for each object, its title, the object, and the names that the trace looked up in its `vars`.
+        names: for each object, its title (a path such as "layers.0"), the object, and the names that the trace looked
+            up in its `vars`.
         containers: dicts, lists and sets that the trace read as a whole, each as (its title, the container).
         settings: attributes that the call sets to plain values, each as (object, name, value).
         notes: sentences for the user about effects that a compiled call does not have.

@@ -263,7 +263,7 @@ class _Bounding:
         return self._bounded(expression)
 
     def _check_squeezed(self, node: Any) -> None:
-        """Refuse to squeeze a padded dim, because a true size of one would remove it."""
+        """Raise `UnboundedSizeError` if a call squeezes a padded dim: a true size of one would remove the dim."""
         padded, rank = self._of(self.copies[node.args[0]]), node.args[0].meta["val"].dim()
         dims = node.args[1] if len(node.args) > 1 else list(range(rank))
         if any(dim % rank in padded for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
@@ -411,7 +411,7 @@ class _Bounding:
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
     """Return the factors of the rule that stand for padded dims.
 
-    A factor that stands for several symbols, for another dim too, or may not be padded raises an `UnboundedSizeError`.
+    Raise `UnboundedSizeError` if a factor stands for several symbols or for another dim too, or must not be padded.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}

@@ -206,8 +206,10 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers of
-    `state`. An assignment then looks like an update in place.
+    """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers.
+
+    An assignment then looks like an update in place. By name, `state` has the traced tensors, `given` the tensors at
+    the start of the call, and `after` the tensors at its end.
     """
     for name, tensor in given.items():
         if after[name] is not tensor:
@@ -321,7 +323,7 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing_inner_backward() -> Iterator[None]:
-    """Refuse a backward inside the model, which adds to `.grad` unseen by the program."""
+    """Raise `TraceError` if the model runs a backward within the context, because the trace does not see `.grad`."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise TraceError(

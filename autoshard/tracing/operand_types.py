@@ -1,4 +1,7 @@
-"""Refuses operand types that a device would refuse but fake tensors accept: mixed types, and integers."""
+"""Raises `TraceError` for operand types that fake tensors accept, and a device does not.
+
+Examples are a product of float32 and bfloat16, and a softmax of integers.
+"""
 
 from __future__ import annotations
 

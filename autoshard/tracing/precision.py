@@ -104,7 +104,10 @@ class Casts:
 
 
 def _check_norms(norms: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Refuse norms with float64 state. Norms with running statistics are not cast, and get narrow inputs."""
+    """Raise `TraceError` if a norm with running statistics has parameters or buffers in float64.
+
+    Such a norm keeps its dtype, and gets inputs in the narrower `dtype`. PyTorch then takes only float32 state.
+    """
     double = [name for name, norm in norms.items() if any(x.dtype is torch.float64 for x in _state_of(norm))]
     if double:
         raise TraceError(

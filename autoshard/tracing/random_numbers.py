@@ -52,7 +52,10 @@ SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_r
 
 @contextlib.contextmanager
 def number_random_operators(seed: Tensor) -> Iterator[None]:
-    """Make random operators within the context draw by the counter-based generator from `seed`, with sites from 0."""
+    """Number random operators from 0 within the context, and let them draw by the counter-based generator.
+
+    `seed` is the input of the program that has the generator's seed.
+    """
     token = SITES.set(RandomSites(seed))
     try:
         with _CounterBased(), drawing_spans(seed.device):
@@ -63,7 +66,7 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse a model that seeds PyTorch's generator within the context.
+    """Raise `TraceError` if the model seeds PyTorch's generator within the context.
 
     Such a model draws the same numbers in every call. A program draws other numbers in each call.
     """

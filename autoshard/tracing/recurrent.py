@@ -215,7 +215,10 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pack_padded_sequence`, whose shapes depend on lengths that are read."""
+    """Return the results of `torch._pack_padded_sequence`: the packed rows [N, F], and the batch size of each step.
+
+    Python reads `lengths` during the trace, because the shapes of the results depend on its values.
+    """
     if not bool((lengths[1:] <= lengths[:-1]).all() & (lengths > 0).all()):
         raise ValueError(
             "pack_padded_sequence takes positive lengths in decreasing order; with enforce_sorted=False it sorts them."
@@ -229,7 +232,10 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pad_packed_sequence`. The batch size, `batch_sizes[0]`, is read."""
+    """Return the results of `torch._pad_packed_sequence`: the padded rows and their lengths.
+
+    Python reads the first batch size during the trace, because it is the number of sequences.
+    """
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
