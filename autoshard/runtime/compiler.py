@@ -15,7 +15,7 @@ from autoshard.runtime.engine import Engine
 
 
 class Compiler(Protocol):
-    """Traces, plans and lowers calls. `passes.driver` implements it, because the runtime may not import the passes."""
+    """Traces, plans and lowers calls. `passes.driver` implements it, because the runtime must not import the passes."""
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """Compile a call, and return its program. All ranks must call."""

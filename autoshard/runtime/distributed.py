@@ -283,7 +283,7 @@ class DistributedEngine:
         specs: Mapping[str, PartitionSpec],
         pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
-        """Shard the parameters of `model`; see `Engine.place`. Each rank keeps its shard."""
+        """Shard the parameters of `model` by `specs` (`Engine.place`). Each rank keeps only its shards."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
             if (
@@ -308,7 +308,11 @@ class DistributedEngine:
     def gather_region(
         self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
     ) -> torch.Tensor:
-        """Return the values of a region; see `Engine.gather_region`. A small tensor is gathered whole."""
+        """Return the values in `region` of a parameter, buffer or input, on every rank.
+
+        A tensor of at most `SMALL_BYTES` is gathered whole. `pipeline_rank` alone holds the tensor; None: every rank
+        has its shard.
+        """
         if pipeline_rank is not None and self._stages is not None:
             shape = shape_of(region)
             return self._stages.share(pipeline_rank, lambda: self.gather_region(tensor, region), shape, tensor)

@@ -156,7 +156,7 @@ class Lengths:
         )
 
     def keep(self, executable: Executable, proof: PaddingProof | None) -> None:
-        """Remember the proof of a program; None for a program that may not run padded calls."""
+        """Remember the proof that a program may run padded calls; None: it runs calls of the exact length only."""
         self._proofs.keep(executable, proof)
 
     def may_run(self, executable: Executable, call: FlatCall) -> bool:

@@ -52,7 +52,7 @@ def _hook() -> StateInLoops:
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse Adagrad's fused kernel, which torch does not run on DTensors."""
+    """Raise `NotAvailableError` if an Adagrad has `fused=True`, a kernel that torch does not run on DTensors."""
     if isinstance(optimizer, torch.optim.Adagrad):
         for group in optimizer.param_groups:
             if group.get("fused") and any(isinstance(successor_of(item), DTensor) for item in group["params"]):

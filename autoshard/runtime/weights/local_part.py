@@ -27,7 +27,7 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """Return this rank's part of a DTensor, which may not be partial (`NotAvailableError`), or a plain tensor."""
+        """Return this rank's part of a DTensor, or a plain tensor whole; `NotAvailableError` for a partial DTensor."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)
