@@ -109,7 +109,7 @@ def search_recipes(
 
 
 class _LayoutSet(NamedTuple):
-    """All recipes with a layout and a policy; `others`, which take longer, are put on the heap when this is split."""
+    """All recipes with a layout and a policy. `others` take longer, and are put on the heap when the set is split."""
 
     layout: Layout
     policy: ActivationPolicy
@@ -128,7 +128,7 @@ _Node = _LayoutSet | _ShardedSet | Execution
 
 @dataclass
 class _BestFirst:
-    """The state of one search.
+    """The state of one best-first search for a recipe.
 
     `open` is a heap of entries: (lower bound, the entry's number, set of recipes). `bound` is the lowest bound of the
     heap. `best` is the best recipe so far, with its `objective` and `memory`.

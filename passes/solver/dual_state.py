@@ -33,7 +33,7 @@ _PASSES = 4
 
 @dataclass(slots=True)
 class DualState:
-    """The state of one search.
+    """The state of one search for the cheapest choice in `problem` (`dual_search`).
 
     Args:
         rows: memory rows of the program points that have a multiplier, by point.
@@ -43,7 +43,8 @@ class DualState:
         best, best_cost: the cheapest seen choice that fits, and its cost in seconds.
         bound: proven lower bound of the optimum, in seconds.
         distances: `best_cost / bound - 1` after each round.
-        reach: how far a new multiplier may lie above its best value, in the unit of `_best_multipliers`.
+        reach: how far a new multiplier may lie above its best value, in units of (highest cost) / (most
+            bytes by which a choice misses the memory limit).
         is_far: whether the last update of the multipliers took any of them to this limit.
     """
 

@@ -22,7 +22,7 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of one search, as shown to the user.
+    """The progress of one search for a plan, as shown to the user.
 
     Args:
         problem: a known recipe's name, or `ALL_PLANS`.
