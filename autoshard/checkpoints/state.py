@@ -190,7 +190,10 @@ def mesh_of(step: Any) -> str:
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """Return the processes that run the model of `step`, all of which must call; `timeout_s` as for `Ranks.of`."""
+    """Return the processes that run the model of `step`, all of which must call.
+
+    `timeout_s` limits the wait for a rank that shows no sign of life. Default: the timeout of the model, or 60 seconds.
+    """
     return Ranks.of(model_of(step), timeout_s)
 
 

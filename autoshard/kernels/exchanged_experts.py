@@ -38,7 +38,7 @@ from autoshard.kernels.experts import (
 )
 
 Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
-"""A generator of exchanges, as for `Steps`, that returns tensors in transit, for `arrived`."""
+"""Yields exchanges as `Steps` does, and returns tensors on their way. `arrived` gives the tensors themselves."""
 
 
 @dataclass(frozen=True, slots=True)

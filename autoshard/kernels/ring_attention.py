@@ -44,7 +44,7 @@ from autoshard.kernels.library import accumulation_dtype
 from autoshard.kernels.native_attention import merge_into, native_attention, native_attention_backward
 
 Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
-"""A generator of exchanges, as for `Steps`, that returns a list of tensors."""
+"""A generator that yields exchanges, as `Steps` does, and returns a list of tensors."""
 
 
 class _HopCall(NamedTuple):

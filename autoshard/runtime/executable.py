@@ -356,9 +356,10 @@ class Executable:
         return self._adding_backward is not None
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the first half of a split backward, on `values` as for `run_backward_on`.
+        """Run the first half of a split backward.
 
-        Return the local gradients for other stages, and the inputs of the second half.
+        `values` has the values saved by the forward, then the local tangents; emptied. Return the local gradients for
+        other stages, and the inputs of the second half.
         """
         results = list(self._halves.inputs(values))
         count = len(self.gradients)
@@ -369,8 +370,8 @@ class Executable:
     ) -> tuple[list[LocalValue], Sequence[bool]]:
         """Run the second half of a split backward, on the second result of `run_first_half`, which is emptied.
 
-        Return the values carried into the update, and for each whether it may be written over. `sums` are as for
-        `run_backward_on`.
+        Return the values carried into the update, and for each whether it may be written over. With `sums`, each
+        carried gradient is added to its sum, which is returned in its place.
         """
         halves = self._halves
         return _run(halves.weights if sums is None else halves.adding_weights, values, sums), halves.owned

@@ -1,8 +1,8 @@
-"""Refuses models that draw with Python's `random` or NumPy in `forward`, because a trace would freeze the numbers.
+"""Raises `TraceError` if a model draws with Python's `random` or NumPy in `forward`: a trace would freeze the numbers.
 
 If a trace has changed a generator's state, the call is traced twice more. The generator then draws only its smallest
 number, or only its largest. If all traces give one program, the numbers do not matter (a layer drop of probability 0).
-Otherwise the model is refused.
+Otherwise the error is raised.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class ControlGroup:
             yield
 
     def gather(self, value: T, action: str) -> list[T]:
-        """Return the value of each rank, in the order of ranks; `action` as for `agree`.
+        """Return the value of each rank, in the order of ranks. `action` names the ranks' next action in error messages.
 
         Raises:
             RankMismatchError: a rank sent an error in place of a value (`telling_errors`).

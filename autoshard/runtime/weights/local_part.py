@@ -62,7 +62,9 @@ def offset_of(
 def index_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the position of a DTensor's shard on a rank, as slices of the whole; arguments as for `offset_of`.
+    """Return the position of a DTensor's shard on a rank, as slices of the whole tensor.
+
+    `shape` is the shape of the whole tensor. `placements`, `sizes` and `coordinate` have an entry per dim of the mesh.
 
     Example:
         >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
