@@ -61,8 +61,8 @@ class ControlChannel:
     def exchange(self, value: bytes, action: str, timeout_s: float | None = None) -> list[bytes]:
         """Send `value` in the next turn, and return the messages of all ranks, in the order of `ranks`.
 
-        `action`, which follows, is for messages. `timeout_s` is by default that of the channel. If a rank does not come
-        in time, raise `LostRankError` on every rank, also on a late one.
+        `action` is the next action of the ranks, for messages. `timeout_s` is by default the channel's. If a rank does
+        not come in time, raise `LostRankError` on every rank, also on a late rank.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)

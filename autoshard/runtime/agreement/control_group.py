@@ -77,8 +77,8 @@ class ControlGroup:
     def agree(self, facts: Callable[[], Facts], action: str = "compile the same program") -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
-        A value named by a `PieceFact` is compared among the ranks that have an equal `PieceFact`. `action`, which
-        follows, is for the message if a rank is lost.
+        A value named by a `PieceFact` is compared among the ranks that have an equal `PieceFact`. `action`
+        is the next action of the ranks, for the message if a rank is lost.
         """
         everyone = self.gather(dict(facts()), action)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
@@ -134,7 +134,7 @@ class ControlGroup:
             yield
 
     def gather(self, value: T, action: str) -> list[T]:
-        """Return the value of each rank, in the order of ranks. `action` names the ranks' next action in error messages.
+        """Return the value of each rank, in the order of ranks. `action` is the next action, for error messages.
 
         Raises:
             RankMismatchError: a rank sent an error in place of a value (`telling_errors`).
