@@ -45,6 +45,7 @@ class Candidate:
         exact: the proposed recipe with all its fields. If the time budget cuts the search, and the plan is much slower
             than `price_s`, the candidate is planned again within this recipe.
         price_s: the price of the proposed recipe, in seconds of a step; None if the recipe has no price.
+        varies: whether micro-batches may be larger or smaller than the proposal's, see `resized`.
     """
 
     meshes: Sequence[Mesh]
@@ -55,6 +56,7 @@ class Candidate:
     is_for_memory: bool = False
     exact: Recipe | None = None
     price_s: float | None = None
+    varies: bool = False
 
     @property
     def has_stages(self) -> bool:
@@ -149,8 +151,27 @@ def candidates_found(
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             is_for_memory = candidate.is_for_memory or shape not in usual
             own = {"recipe": None if is_free else shape, "proposal": shape, "exact": recipe, "price_s": step_s}
-            made.append(replace(candidate, **own, is_spare=is_spare, is_for_memory=is_for_memory))
+            varies = not candidate.has_stages and "micro_batch" not in fixed
+            flags = {"is_spare": is_spare, "is_for_memory": is_for_memory, "varies": varies}
+            made.append(replace(candidate, **own, **flags))
     return sorted(made, key=lambda each: (each.is_spare, each.has_stages))
+
+
+def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:
+    """Return the candidate with micro-batches of twice the size (`larger`), or of half the size.
+
+    None if the candidate does not vary, or if its micro-batches would not be whole.
+    """
+    proposal, parts = candidate.proposal, candidate.micro_batches
+    if not candidate.varies or proposal is None or proposal.micro_batch is None:
+        return None
+    size = proposal.micro_batch
+    if (parts if larger else size) % 2:
+        return None
+    parts, size = (parts // 2, 2 * size) if larger else (2 * parts, size // 2)
+    recipe = candidate.recipe and replace(candidate.recipe, micro_batch=size)
+    own = {"micro_batches": parts, "recipe": recipe, "proposal": replace(proposal, micro_batch=size)}
+    return replace(candidate, **own, exact=None, price_s=None)
 
 
 def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:

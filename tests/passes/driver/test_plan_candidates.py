@@ -176,3 +176,34 @@ def test_stages_are_planned_where_their_price_promises_a_gain(price_s: float | N
     )
     assert found.step_time_s == 2.0
     assert bool(asked) is is_planned
+
+
+SAVES: tuple[set[str], set[str]] = ({"a"}, set())
+SIZES = {
+    "larger is faster": ({2: 3.0, 1: 2.0}, [2, 1], 1),
+    "smaller is faster": ({2: 3.0, 1: 4.0, 4: 2.0, 8: 2.5}, [2, 1, 4, 8], 4),
+    "both are slower": ({2: 2.0, 1: 3.0, 4: 3.0}, [2, 1, 4], 2),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_the_size_of_micro_batches_changes_while_the_plan_becomes_faster(case: str) -> None:
+    """A plan that recomputes is tried with larger micro-batches, or else with smaller ones."""
+    steps, tried, best = SIZES[case]
+    planner = PlannerOf({parts: (step_s, *SAVES) for parts, step_s in steps.items()})
+    (first,) = candidates(2, proposal=Recipe(data=1, micro_batch=4), varies=True)
+    found = planned(planner, [first])
+    assert [parts for parts, _ in planner.asked] == tried
+    assert (found.planner.micro_batches, found.plan.recipe) == (best, Recipe(data=1, micro_batch=8 // best))
+
+
+@pytest.mark.parametrize(
+    ("saves", "options"),
+    [((set(), set()), {"varies": True}), (SAVES, {"varies": False})],
+    ids=["the plan keeps all", "the size is fixed"],
+)
+def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], options: dict[str, bool]) -> None:
+    """A plan that recomputes nothing is not tried in other sizes, and neither is a size that the user fixed."""
+    planner = PlannerOf({2: (1.0, *saves)})
+    planned(planner, candidates(2, proposal=Recipe(data=1, micro_batch=4), **options))
+    assert [parts for parts, _ in planner.asked] == [2]
