@@ -63,6 +63,11 @@ class Candidate:
         """Whether the mesh of the candidate has the axis "pipeline"."""
         return PIPELINE_AXIS in self.meshes[0].axis_names
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the proposed recipe neither recomputes nor offloads values."""
+        return self.exact is not None and _keeps_all(self.exact)
+
 
 _MOST_COUNTS = 3
 """The largest number of different micro-batch counts to try for a pipeline, if the count is free."""
@@ -143,7 +148,7 @@ def candidates_found(
     least_s, has_stages, planned = min((step_s for _, step_s in shapes.values()), default=0.0), False, 0
     made: list[Candidate] = []
     for shape, (recipe, step_s) in shapes.items():
-        in_stages, saves = is_several(shape.pipeline), (recipe.recompute, recipe.offload) != ("none", "none")
+        in_stages, saves = is_several(shape.pipeline), not _keeps_all(recipe)
         is_far = step_s > (_NEAR_IF_SAVING if saves and not in_stages else _NEAR) * least_s
         is_spare = is_far or (in_stages and has_stages) or planned >= _MOST_SHAPES
         has_stages, planned = has_stages or in_stages, planned + (not is_spare)
@@ -155,6 +160,10 @@ def candidates_found(
             flags = {"is_spare": is_spare, "is_for_memory": is_for_memory, "varies": varies}
             made.append(replace(candidate, **own, **flags))
     return sorted(made, key=lambda each: (each.is_spare, each.has_stages))
+
+
+def _keeps_all(recipe: Recipe) -> bool:
+    return (recipe.recompute, recipe.offload) == ("none", "none")
 
 
 def resized(candidate: Candidate, *, larger: bool) -> Candidate | None:

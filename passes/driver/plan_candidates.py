@@ -10,9 +10,11 @@ from operator import attrgetter
 
 from autoshard.arguments import check_has_loss
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
+from autoshard.ir.offload import LABEL
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe, least_stages
+from autoshard.ir.recompute import PHASE
 from autoshard.ir.request import Request
 from autoshard.ir.staged import StageProgram
 from passes.driver.candidates import Candidate, resized
@@ -80,7 +82,7 @@ def plan_candidates(
         if found and (
             candidate.is_spare
             or candidate.proposal in attempts.tried
-            or (candidate.has_stages and not _helps_time(candidate, found))
+            or not _may_be_faster(candidate, found)
             or (candidate.is_for_memory and not _helps_memory(candidate, found))
             or found[-1].plan.was_interrupted
         ):
@@ -144,7 +146,7 @@ class _Attempts:
 
         If memory is short, larger micro-batches recompute more, and smaller micro-batches communicate more.
         """
-        for larger in (True, False):
+        for larger in (True, False) if _saves_much(made) else (True,):
             fastest, each = made, resized(candidate, larger=larger)
             while each is not None and each.proposal not in self.tried and not self.ceiling.cuts():
                 other = self.plan(each)
@@ -155,25 +157,37 @@ class _Attempts:
                 return
 
 
+def _saves_much(made: Planned) -> bool:
+    """Whether a plan could gain over `_LITTLE` of its step if it neither recomputed nor offloaded values."""
+    parts = made.plan.predicted.breakdown.items()
+    return sum(seconds for name, seconds in parts if name in (PHASE, LABEL)) > _LITTLE * made.step_time_s
+
+
 def _fastest(found: Sequence[Planned]) -> Planned:
     return min(found, key=attrgetter("step_time_s"))
 
 
 _GAIN, _SLOW = 0.95, 1.5
-"""Ratios of step times. Stages are planned if their recipe's price is at most `_GAIN` times the fastest step so far. If
-the time budget cut a search, its plan may take `_SLOW` times the price of its recipe.
+"""Ratios of step times. A candidate is planned if its price is at most `_GAIN` times the fastest step so far, see
+`_may_be_faster`. If the time budget cut a search, its plan may take `_SLOW` times its price.
 
-Measured for DeepSeek-V3, Llama-3 70B on 128 and 1,024 H100s, and Llama 13B on 16 A100s (2026-11-30). Plans with stages
-took 1.01 to 1.15 times their recipe's price.
+Measured on 14 models and clusters (2026-11-30): plans took 1.01 to 1.19 times the prices of their recipes.
 """
 
-_SLOWER = 1.05
-"""Candidates with more micro-batches are planned while the last step takes at most this many times the fastest step."""
+_SLOWER, _LITTLE = 1.05, 0.02
+"""Two limits. Candidates with more micro-batches are planned while the last step takes at most `_SLOWER` times the
+fastest step. Smaller micro-batches are planned if over `_LITTLE` of the step recomputes or offloads.
+"""
 
 
-def _helps_time(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether the price of a candidate's recipe promises a shorter step than the plans before it."""
-    return candidate.price_s is None or candidate.price_s <= _GAIN * min(each.step_time_s for each in found)
+def _may_be_faster(candidate: Candidate, found: Sequence[Planned]) -> bool:
+    """Whether a candidate is worth planning after the plans in `found`, by the price of its proposal.
+
+    A price says too little about a plan without stages that recomputes or offloads single values.
+    """
+    fastest = _fastest(found)
+    says_enough = candidate.has_stages or (candidate.keeps_all and fastest.is_plain)
+    return candidate.price_s is None or not says_enough or candidate.price_s <= _GAIN * fastest.step_time_s
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:

@@ -79,7 +79,11 @@ class PlannerOf:
         if isinstance(made, AutoshardError):
             raise made
         seconds, again, away = made
-        parts = (SimpleNamespace(step_time_s=seconds), SimpleNamespace(nodes=again), SimpleNamespace(nodes=away))
+        parts = (
+            SimpleNamespace(step_time_s=seconds, breakdown={"recompute": 0.1 * seconds}),
+            SimpleNamespace(nodes=again),
+            SimpleNamespace(nodes=away),
+        )
         return None, FakePlan(*parts)
 
 
@@ -160,7 +164,7 @@ def test_a_plan_far_slower_than_its_recipe_has_another_within_it(cut_at: int, st
     assert len(planner.asked) == tried
 
 
-@pytest.mark.parametrize(("price_s", "is_planned"), [(None, True), (1.9, True), (1.97, False), (3.0, False)])
+@pytest.mark.parametrize(("price_s", "is_planned"), [(None, True), (1.89, True), (1.97, False), (3.0, False)])
 def test_stages_are_planned_where_their_price_promises_a_gain(price_s: float | None, is_planned: bool) -> None:
     """Stages take long to plan, so a price near the step of a plan without stages is not tried."""
     asked: list[str] = []
@@ -207,3 +211,17 @@ def test_the_size_of_micro_batches_stays(saves: tuple[set[str], set[str]], optio
     planner = PlannerOf({2: (1.0, *saves)})
     planned(planner, candidates(2, proposal=Recipe(data=1, micro_batch=4), **options))
     assert [parts for parts, _ in planner.asked] == [2]
+
+
+@pytest.mark.parametrize(
+    ("price_s", "recompute", "saves", "is_planned"),
+    [(1.97, "none", False, False), (1.8, "none", False, True), (1.97, "full", False, True), (1.97, "none", True, True)],
+)
+def test_prices_of_recipes_that_keep_all_are_believed(
+    price_s: float, recompute: Any, saves: bool, is_planned: bool
+) -> None:
+    """After a plan that keeps all values, such a recipe is planned only if its price promises a gain."""
+    planner = PlannerOf({1: (2.0, {"a"} if saves else set(), set()), 2: (2.0, set(), set())})
+    exact = Recipe(data=1, recompute=recompute, offload="none")
+    planned(planner, [*candidates(1), *candidates(2, price_s=price_s, exact=exact)])
+    assert (len(planner.asked) == 2) is is_planned
