@@ -5,8 +5,9 @@ number is a mean over sustained, back-to-back runs, averaged over the ranks, whi
 
 Launch latency is the time of the smallest add. The rate of matrix products is the median over sizes. On a CPU, kernels
 that move bytes and composite kernels get curves over bytes (`throughput`). The measured collectives are those of
-lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a matrix
-product, and its time is the time that it adds. So it meets busy cores and late ranks, as it does inside a step.
+lowered programs (`_c10d_functional`), on the whole group and on all groups of two at once. A collective runs right
+after a matrix product, and its measured time is the time that it adds to the product. So the cores are busy and some
+ranks late, as inside a step.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def calibrate(
     """Measure this machine within its present process group (all ranks must call), or alone without a process group.
 
     Args:
+        name: name of the measured cluster.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: seconds, a rough limit of all timed runs. Each measurement gets a share, and runs at least twice.
         kernels: further operator calls to measure on a CPU; one operator may have calls of several sizes.
@@ -198,9 +200,10 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
-    """Return the sizes (m, n, k): all for f32, the smallest for f16 on a CPU, the third for other dtypes.
+    """Return the sizes (m, n, k) of `MATMUL_SIZES` to measure: all for f32, the third alone for other dtypes.
 
-    A product of f16 of the third size takes 1.6 s on an AMD EPYC, which has no instructions for it (2026-11-28).
+    For f16 on a CPU it is the smallest. There the third takes 1.6 s on an AMD EPYC, which has no f16 instructions
+    (2026-11-28).
     """
     if dtype == "f32":
         return MATMUL_SIZES
@@ -210,7 +213,10 @@ def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, i
 def _measure_device(
     actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
 ) -> dict[str, float]:
-    """Time each action in seconds. The action "launch" makes many launches, and counts as one of them."""
+    """Return the mean seconds of one run of each action, by name.
+
+    One run of the action "launch" makes `LAUNCHES` launches; its seconds are those of one launch.
+    """
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
@@ -255,7 +261,10 @@ def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
 def functional_collectives(
     full: torch.Tensor, part: torch.Tensor, group: distributed.ProcessGroup
 ) -> Mapping[str, Callable[[], object]]:
-    """Return PyTorch's functional collectives, each with its wait, as described at `CollectiveCalls`."""
+    """Return PyTorch's functional collectives by name, each as a function that runs the collective once and waits.
+
+    `full` is a whole tensor [n], and `part` a rank's part of it [n / ranks].
+    """
     ops, size, name = torch.ops._c10d_functional, group.size(), group.group_name
     pieces = [part.numel()] * size
     return {
@@ -364,7 +373,10 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """Return log(predicted / measured): zero, unless a larger sample was faster than a smaller one."""
+    """Return log(predicted / measured) of each sample with a curve, by the sample's key.
+
+    The value is zero, unless a larger sample of the curve was faster than a smaller sample.
+    """
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -386,7 +398,8 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """Fit a link. A phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
     1. The smallest collectives of two group sizes give start and latency. With one group size, the latency is zero.
-    2. The large collectives give bandwidth: bytes over the time without start and latency (at least a tenth of all).
+    2. The large collectives give bandwidth: bytes over the time without start and latency, which counts at least a
+       tenth of the whole time.
     3. The phases of a reduce-scatter are the median of its measured time over the fitted time of one phase, at least 1.
     """
     if ranks == 1:

@@ -117,7 +117,7 @@ class NodeType:
         return replace(self, inter=link, wiring=wiring)
 
     def with_device(self, unit: str | Device) -> NodeType:
-        """Return the node with another device. Raises UnknownHardwareError if no data file describes it."""
+        """Return the node with another device. Raises UnknownHardwareError if no data file has the device's name."""
         return replace(self, device=device(unit) if isinstance(unit, str) else unit)
 
 
@@ -289,13 +289,16 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
+        """Read a cluster file that `save` or a calibration wrote. Raises HardwareFileError for any other file."""
         file = constants.read(constants.check_file(path))
         return cls.of_file(file)
 
     @classmethod
     def of_file(cls, file: HardwareFile) -> Self:
-        """Make a cluster of a parsed file of `save`. Raises HardwareFileError."""
+        """Make a cluster of a parsed file that `save` wrote.
+
+        Raises HardwareFileError if a constant is missing or wrong.
+        """
         kind = _node(file, read_device(file, file.text("device")))
         used = file.count("used_devices_per_node", "devices")
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
@@ -315,7 +318,7 @@ class Cluster:
 
 
 def node_type(name: str) -> NodeType:
-    """Load a node type of the data files. Raises UnknownHardwareError, which lists the known names."""
+    """Load a node type of the data files. Raises UnknownHardwareError, with the known names, for an unknown name."""
     file = constants.load("nodes", name)
     for key, folder, prefix in (("fabric", "fabrics", "intra."), ("network", "networks", "inter.")):
         if key in file.texts:

@@ -74,7 +74,7 @@ def time_on(curve: Curve, bytes_moved: float) -> float:
 
 
 def numbers_of(curves: Mapping[str, Curve]) -> dict[str, tuple[float, str]]:
-    """Return curves as constants of a device's file: "throughput.<operator>.<bytes>" to (value, unit)."""
+    """Return curves as constants of a device's file: "throughput.<operator>.<bytes>" to (bytes/s, unit "B/s")."""
     return {f"throughput.{name}.{round(size)}": (rate, "B/s") for name, curve in curves.items() for size, rate in curve}
 
 
