@@ -66,7 +66,10 @@ class Calibration:
         return {name: exp(residual) for name, residual in self.residuals.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as a TOML file. The source of each number names the median absolute residual of the fit."""
+        """Write the cluster as a TOML file.
+
+        In the file, the `source` of each number states the median absolute error of the fit.
+        """
         typical = statistics.median(abs(value) for value in self.residuals.values())
         source = f"calibrate() on this machine, {self.cluster.size} ranks at once; median |log residual| {typical:.3f}"
         self.cluster.save(path, source=source, date=self.date)
@@ -202,8 +205,8 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
 def _matmul_sizes(dtype: str, place: torch.device) -> Sequence[tuple[int, int, int]]:
     """Return the sizes (m, n, k) of `MATMUL_SIZES` to measure: all for f32, the third alone for other dtypes.
 
-    For f16 on a CPU it is the smallest. There the third takes 1.6 s on an AMD EPYC, which has no f16 instructions
-    (2026-11-28).
+    For f16 on a CPU, the smallest alone is measured. A product of the third size takes 1.6 s on an AMD EPYC, which has
+    no f16 instructions (2026-11-28).
     """
     if dtype == "f32":
         return MATMUL_SIZES
@@ -330,7 +333,7 @@ def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> flo
 
 
 def _nothing() -> None:
-    """Turns without a collective call this function in its place."""
+    """Do nothing: a turn without a collective calls this function in place of the collective."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:

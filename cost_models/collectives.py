@@ -81,8 +81,9 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
 def shift_time(message_bytes: float, group: GroupLinks) -> float:
     """Seconds for every member to send `message_bytes` to the next member around a ring, all at the same time.
 
-    The time is start, latency and bytes / bandwidth of the slowest link. One message leaves each node and each pod. An
-    all-gather around the ring is size - 1 shifts, so a measured all-gather is divided by size - 1.
+    The time is start, latency and bytes / bandwidth of the slowest link. Over the network and the spine, one message
+    leaves each node and each pod. An all-gather around the ring is size - 1 shifts, so a measured all-gather is divided
+    by size - 1.
     """
     if measured := _measured("all_gather", group.size * message_bytes, group):
         return measured / (group.size - 1)
@@ -241,7 +242,7 @@ def _transfer(carried_bytes: float, link: Link | None) -> float:
 
 
 def _ramp(carried_bytes: float, link: Link) -> float:
-    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t, with t and r as in the module's docstring."""
+    """Seconds to fill the pipeline: 2 * sqrt(t * r), at most t = bytes / bandwidth; r is the time of `ramp_bytes`."""
     bulk = carried_bytes / link.reached_bytes_per_s
     return min(bulk, 2 * sqrt(bulk * link.ramp_bytes / link.reached_bytes_per_s))
 

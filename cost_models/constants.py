@@ -199,9 +199,9 @@ def names(folder: str) -> tuple[str, ...]:
 
 
 def load(folder: str, name: str) -> HardwareFile:
-    """Read the data file of a device, node type etc.
+    """Read the data file `name` in a folder of `data`, such as "devices" or "nodes".
 
-    Raises UnknownHardwareError, with the known names, for no such file.
+    Raises UnknownHardwareError, with the known names, if there is no such file.
     """
     if not isinstance(name, str):
         kind = folder.removesuffix("s")

@@ -186,8 +186,8 @@ class Cluster:
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
         devices_per_node: number of devices used in each node; None for all.
-        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. The default is the fitted
-            factors for several GPUs, else `ALONE`.
+        in_step: slowdown of kernels and collectives in a step, compared with a benchmark. Default: the fitted factors
+            for a cluster of several GPUs, and no slowdown (`ALONE`) for any other cluster.
 
     Raises:
         UnknownHardwareError: the node type is unknown, or several nodes have no network.
@@ -233,7 +233,7 @@ class Cluster:
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """Make a cluster of `devices` devices from parts. If they do not fill a node, they are a part of one node.
+        """Make a cluster of `devices` devices from parts. Fewer devices than a node has are a part of one node.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.

@@ -124,7 +124,7 @@ _WORD_BYTES = 8
 
 def _register_random(name: str) -> None:
     def count(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-        """Return the work of all kernels of the operator: 64 bits read and written and one FLOP for each element."""
+        """Return the work of a random operator: each kernel reads and writes 64 bits per element, with one FLOP."""
         kernels, elements = RANDOM_KERNELS[name], numel(outputs[0])
         moved = kernels * elements * _WORD_BYTES
         return Work(kernels * elements, moved, moved, Kind.POINTWISE, "f32", steps=kernels)

@@ -192,7 +192,7 @@ def order_times(
         owners: the rank of each stage.
         actions_s: seconds of each kind of action of each stage, [stages, kinds].
         transfers: each value that stages exchange, with its seconds between two ranks.
-        once_s: seconds by which the first forward of each stage is longer, [stages].
+        once_s: seconds that the first forward of each stage takes beyond those of later forwards, [stages].
         update_s: seconds of each stage's update, after the rank's last action, [stages].
         clips_norm: whether updates wait for the gradients of all ranks.
     """

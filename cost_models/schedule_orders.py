@@ -258,7 +258,7 @@ class _Counting:
     Args:
         rows: (stage, kind, micro-batch, fused with the previous action) of each action so far.
         forwards, backwards, weights: stage to its number of F, of B and I, and of W so far.
-        put_off: (stage, micro-batch) of each W that a backward has put off, the oldest first.
+        put_off: (stage, micro-batch) of each W that has not run since its I, the oldest first.
     """
 
     rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)

@@ -413,7 +413,7 @@ class _StreamState:
         return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
-        """Return the end of `seconds` of computation that starts at the clock and is slowed by communication."""
+        """Return the time at which `seconds` of computation end, if they start now and communication slows them."""
         assert self.overlap is not None
         now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
         while True:
