@@ -46,7 +46,7 @@ class RankSampler(Sampler[int]):
         micro_batches: number of equal parts of a batch, run one after another. This rank has rows in every part.
         shuffle: draw each epoch in another random order, the same on all ranks.
         seed: seed of the random order.
-        layout: placement of this rank's rows for `whole`; None if this rank has the whole batch.
+        layout: placement of the DTensors that `whole` makes of this rank's rows; None if this rank has the whole batch.
     """
 
     def __init__(

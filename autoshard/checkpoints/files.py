@@ -219,7 +219,8 @@ class Stored:
         trust_pickle: also read a checkpoint that an earlier release pickled; reading it runs the code in it.
 
     Raises:
-        CheckpointError: the sizes or the table show damage, or the checkpoint is pickled and not trusted.
+        CheckpointError: a file's size or the table of contents shows damage, or the checkpoint is pickled and not
+            trusted.
     """
 
     def __init__(self, folder: Path, *, trust_pickle: bool = False) -> None:

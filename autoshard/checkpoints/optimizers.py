@@ -36,7 +36,10 @@ class NamedOptimizer:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """Return `optimizer` with the names that `model` has for its parameters; `#3` names one outside the model."""
+        """Return `optimizer` with its parameters named as in `model`.
+
+        A parameter outside the model gets a name like `#3`, by its place in the optimizer.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         every = [item for group in optimizer.param_groups for item in group["params"]]
         parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}

@@ -57,7 +57,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A tensor of the record: a strided view, counted in elements as in torch, of the memory with number `memory`."""
+    """A tensor of the record: a view of the memory with number `memory`.
+
+    Shape, stride and offset are counted in elements, as in torch.
+    """
 
     memory: int
     shape: tuple[int, ...]

@@ -277,7 +277,7 @@ class _Collected:
         self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
-        """Guard the values under `names` in the object's `vars`, and the content of these values."""
+        """Add guards on the values under `names` in the object's `vars`, and on the content of these values."""
         guard = AttributeGuard.of(title, holder, self._without_counting(title, names))
         self._attributes.append(guard)
         for name, value in zip(guard.names, guard.values, strict=True):

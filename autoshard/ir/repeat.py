@@ -67,8 +67,8 @@ class Repeat:
     def unit(self, path: str) -> tuple[int, str] | None:
         """Return the number of the first block of the unit with `path`, and the path that represents `path`.
 
-        The representing path is at the same place in the unit behind the gap. None if `path` is neither in that unit
-        nor in a left-out unit.
+        The representing path is at the same place in the unit behind the gap. None if `path` is neither in the unit
+        behind the gap nor in a left-out unit.
         """
         block, rest = self._split(path)
         if block is None or not self.before + self.period <= block < self.behind + self.period:

@@ -101,8 +101,8 @@ def plan_reshard(
 
     Args:
         itemsize: bytes of one element.
-        cost: price of a step, as the module's docstring demands; default `bytes_sent`. Results are cached by `cost`, so
-            pass the same or an equal function each time.
+        cost: price of a step, not negative, and equal for steps of equal kind, axis, reduction and bytes. Default:
+            `bytes_sent`. Results are cached by `cost`, so pass the same or an equal function each time.
 
     Returns:
         The steps in order; none for equal specs. Among equally cheap paths, the fewest steps win, then the first in the

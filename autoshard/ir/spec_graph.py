@@ -65,7 +65,10 @@ class Move:
 def _move(
     kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
 ) -> Move:
-    """Return a move, one object for equal fields, because graphs of many axes have hundreds of thousands of edges."""
+    """Return a move; equal arguments give the same object.
+
+    Graphs of many axes have hundreds of thousands of edges, but few different moves.
+    """
     return Move(kind, axis, dim, to_dim, reduction)
 
 

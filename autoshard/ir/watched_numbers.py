@@ -311,7 +311,10 @@ def unwatched() -> Iterator[None]:
 
 
 def is_watching() -> bool:
-    """Whether `watching` is active in this context. Such a call can only be traced by running its Python."""
+    """Whether `watching` is active in this context.
+
+    A call with watched numbers can only be traced by running its Python.
+    """
     return _IS_WATCHING.get()
 
 
