@@ -87,8 +87,8 @@ def compile(
         precision: "bf16", "f16" (without gradients) or "f32": compute in this type if parameters and inputs are
             wider. Parameters, gradients and optimizer state keep the model's types (master weights). None: the model's
             own types, or the precision of `plan`.
-        micro_batches: with an optimizer: number of equal parts of each batch, see `TrainStep`. None: the number in
-            `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
+        micro_batches: with an optimizer: number of equal parts of each batch, which run one after another and share one
+            update. None: the number in `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: raise an error for an operator without a sharding rule, and for an optimizer whose update is not traced.
             By default, such an operator runs whole on every rank, and such an optimizer runs its own step.
@@ -254,7 +254,8 @@ def price(
             offload; `data` is the number of devices left.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             its size does not matter.
-        loss_fn: for a model that returns no loss, see `compile`.
+        loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last arguments of a
+            call.
         runtime: the framework: "megatron", "fsdp2", "deepspeed", or a `Runtime` of your own. None: the defaults of
             `Runtime`, which fit most frameworks. `autoshard.plan(recipe=)` prices our own runtime.
         optimizer: "sgd", "sgd_momentum", "adam" or "adamw": its state takes memory and bandwidth.

@@ -369,7 +369,7 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
     Raises:
         InvalidSpecError: a constraint names an output that the program does not have.
-        TraceError: a training step has nothing to train; see `check_has_loss`.
+        TraceError: a training step has no loss, or a loss that trains no parameter.
     """
     if optimizer is not None:
         check_has_loss(program)

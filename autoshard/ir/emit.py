@@ -5,8 +5,8 @@ tensor. So a gather trims its result, and a split first pads the dim to a multip
 elements of one global index, so all of them are real or all of them are padding.
 
 Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
-work on dim 0 of contiguous tensors. Element types that process groups refuse are sent as other types (`_Wire`). Axes of
-size one and empty tensors need no collective.
+work on dim 0 of contiguous tensors. Element types that process groups do not support are sent as other types (`_Wire`).
+Axes of size one and empty tensors need no collective.
 """
 
 from __future__ import annotations

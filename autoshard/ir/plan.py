@@ -339,8 +339,9 @@ class Plan:
 
         Raises:
             InvalidSpecError: no feature has this name.
-            NotAvailableError: the plan has no model at hand, as for `explain`; or the question needs other meshes and
-                the plan has constraints or no optimizer. The message names the call to make instead.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`. Also if the question needs other meshes, and the plan has constraints or no optimizer. The
+                message names the call to make instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
@@ -351,7 +352,8 @@ class Plan:
         Each change is planned by a new search. Print the result; `binding` names the change that saves the most time.
 
         Raises:
-            NotAvailableError: the plan has no model at hand, as for `explain`.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`.
         """
         return self._alternatives("limits()").limits(self)
 
