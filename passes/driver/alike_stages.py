@@ -1,4 +1,4 @@
-"""Alike stages of a pipeline share one plan, which is renamed for each of them.
+"""Give all alike stages of a pipeline one plan, with the names of values changed for each stage.
 
 Two stages are alike if their graphs are equal node by node: the same calls at the same places, on values of the same
 shapes. Their slots have the same kinds and the same requirements. Names of nodes, parameters and crossing values may
@@ -27,7 +27,10 @@ Requirements = Callable[[str], Hashable]
 
 
 def stage_key(stage: Program, requirements: Requirements) -> str:
-    """Return a short hash of a stage's program after the cut, with its update; alike stages have the same hash."""
+    """Return a short hash of a stage's program and of the requirements that its plan must meet.
+
+    The program is the stage's part of the step, with its update. Alike stages have the same hash.
+    """
     return hashlib.sha256("\n".join(_lines(stage, requirements)).encode()).hexdigest()
 
 
@@ -56,7 +59,10 @@ def _slot_form(name: str, kind: str, requirements: Requirements) -> tuple[Hashab
 
 
 def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
-    """Return the plan of `stage`, made by a change of names from the plan of `alike`; both are cut out already."""
+    """Return the plan of `stage`: the plan of the program `alike`, with the names of values and slots in `stage`.
+
+    Both programs are single stages of one step, and their stages are alike.
+    """
     of_alike, of_stage = prepare(alike), prepare(stage)
     names = _same_places(of_alike, of_stage)
     modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}
@@ -80,7 +86,10 @@ def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
 
 
 def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
-    """Return a stage's lowered program: that of an alike stage with other names of slots. The graphs are not copied."""
+    """Return the lowered program of `stage`: the lowered program of `alike` with the slot names of `stage`.
+
+    Both results share the same graphs, which are not copied.
+    """
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
     inputs = tuple(_named(slot, taken[slot.slot.kind.value, slot.slot.name]) for slot in lowered.inputs)

@@ -42,7 +42,7 @@ class StageSearch:
     Args:
         mesh: the mesh of each stage.
         in_flight: for each rank, the most micro-batches that it holds.
-        before: a plan of the call in as many stages, with which searches begin.
+        before: a plan of the call in the same number of stages, with which searches begin.
         problems: a cache of planning problems for one program and its cuts. A key is the key or the number of a stage,
             or (key of a stage, "short") for a program without inner blocks.
         found: results by key and memory limit: the number of the searched stage, and its plan and program.
@@ -94,7 +94,10 @@ class StageSearch:
         return self._planner_of_stage(number, None).problem(self.cut.stages[number], self.mesh, {})
 
     def _key(self, number: int) -> Hashable:
-        """Return the key that alike stages share; the stage's number if a question changes this stage alone."""
+        """Return the key that alike stages share.
+
+        If a question changes this stage alone, the key is the stage's number, so that no other stage shares its plan.
+        """
         stage, change = self.cut.stages[number], self.planner.change
         if change.specs and change.stage == number:
             return number
