@@ -58,14 +58,20 @@ _ALL_THERE = LocalUnits((), {})
 
 @dataclass(slots=True)
 class Storages:
-    """The peak of a rank's bytes over all graphs walked so far, and the bytes of each category at that peak."""
+    """The peak of a rank's bytes over all graphs walked so far, and the bytes of each category at that peak.
+
+    `units` has the repeated units of the program, of which some are left out.
+    """
 
     units: LocalUnits = _ALL_THERE
     peak: int = 0
     parts: dict[str, int] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
-        """Return a value of one new storage of `size` bytes, made by `node`, with its copies in left-out units."""
+        """Return a value with one new storage of `size` bytes.
+
+        If `node`, which makes the value, stands for nodes of left-out units, the storage counts their copies too.
+        """
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != AFTER_GAP:
             return (Storage(size if node is None else round(size_in_whole_program(node, size)), part),)
@@ -123,7 +129,10 @@ class Storages:
             self.peak, self.parts = sum(parts.values()), parts
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
-        """Return new storages for a node's results, or those of the operand that the node views."""
+        """Return the storages of a node's results.
+
+        A view has the storages of its operand. Other nodes make new storages.
+        """
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
@@ -140,7 +149,10 @@ class Storages:
 
 @dataclass(slots=True)
 class _Lives:
-    """The first and last point (a node's index) at which each storage is in use; `given` exist before that."""
+    """The first and the last point at which each storage is in use. A point is the index of a node in the graph.
+
+    `given` has the storages that exist before the graph runs.
+    """
 
     units: LocalUnits
     nodes: Sequence[fx.Node]
@@ -164,8 +176,7 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Yield (storage, bytes, first point, last point) for each storage, then for its copies in left-out units, if
-        used.
+        """Yield (storage, bytes, first point, last point) for each storage and for its copies in left-out units.
 
         Copies that left-out units make begin at the gap. Copies that left-out units read last end at the gap.
         """
@@ -207,7 +218,7 @@ def _needed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a call, first the operand that the call writes and returns."""
+    """Return the operands of a call. If the call writes its result into an operand `out=`, this operand comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 
