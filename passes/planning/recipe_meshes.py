@@ -131,8 +131,8 @@ def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
     The mesh may have axes whose names are not in `AXES`. The search decides their use.
 
     Raises:
-        RecipeError: an axis has another size than the recipe says, or the recipe leaves no use for an axis with a name
-            that is not in `AXES`.
+        RecipeError: an axis has another size than the recipe says, or the recipe leaves no use for an axis of another
+            name.
         NotAvailableError: the recipe has a field for which no program exists yet.
     """
     _refuse_without_program(recipe)

@@ -168,8 +168,8 @@ def restrict_all(
 ) -> Masks | None:
     """Return masks of the options under which each axis of `roles` has its role, by variable.
 
-    The result is None if the role of some axis demands a split of a kind of value, and no value of this kind can be
-    split over the axis. `within` and `of_stage` are the arguments of `restrict`.
+    The result is None if the role of some axis demands splits that no value of the program allows, as for `restrict`.
+    `within` and `of_stage` are also the arguments of `restrict`.
     """
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
