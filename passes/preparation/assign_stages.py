@@ -177,7 +177,7 @@ class _Assigning:
         return [(low, high) for low, high in windows]
 
     def _place_derived(self) -> None:
-        """Place parameters, and values computed from them alone, with their first reader in the forward."""
+        """Give parameters, and values that depend on parameters alone, the stage of their first forward reader."""
         for node in reversed(list(self.program.graph.nodes)):
             if node in self.derived:
                 readers = [self.stage[user] for user in node.users if user in self.stage]
