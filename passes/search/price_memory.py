@@ -142,7 +142,10 @@ def memory_price(
 def host_bytes(
     sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
-    """Return the host's bytes of offloaded activations for the rank that offloads most; see `memory_price`."""
+    """Return the bytes of offloaded activations in the host's memory, for the rank that offloads most.
+
+    `in_flight` is the number of micro-batches that each stage of a rank holds at the peak, by pipeline rank.
+    """
     if recipe.offload != "activations":
         return 0
     blocks = [name for name in sizes if name not in (BEFORE, AFTER)]
@@ -176,7 +179,7 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
 
 
 def kept_bytes(price: LayerPrice, recipe: Execution, *, is_block: bool) -> int:
-    """Return the bytes of activations that one layer keeps for one micro-batch's backward, on device or host."""
+    """Return the bytes of activations that one layer keeps for the backward of one micro-batch, on device or host."""
     if recipe.recompute == "none" or not is_block:
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

@@ -44,9 +44,10 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call; None for a call without gradients or loss.
+    """Return the weights of micro-batches in the loss of a training call.
 
-    `program` and `request` are of one micro-batch.
+    `program` and `request` are of one micro-batch. `trace` traces the call with two micro-batches at once. None is
+    returned for a call without gradients or loss.
     """
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
@@ -86,7 +87,10 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return `combine_branches` of the model's guards; None without branches, or if the parts do not determine them."""
+    """Return the graphs that compute the results of the model's guards for a batch from its parts (`combine_branches`).
+
+    None is returned for a model without guards, or if the parts do not determine the results.
+    """
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -101,12 +105,18 @@ def _branches(part: Program, pair: Program) -> Branches | None:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Copies are not compared, because it depends on sizes whether a copy is needed."""
+    """Whether a node is a `clone`.
+
+    Copies are not compared, because the sizes of values decide whether a copy is needed.
+    """
     return node.target is aten.clone.default
 
 
 def _kind(node: fx.Node) -> Any:
-    """Return the operator of a call; all operators that reshape count as one, because sizes decide between them."""
+    """Return the operator of a call, or the kind of any other node.
+
+    All operators that reshape count as one operator, because the sizes of values decide between them.
+    """
     if node.op != "call_function":
         return node.op
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
@@ -136,7 +146,7 @@ class _LossWalk:
 
     Args:
         program: the program of one part.
-        twins: node of the program of one part to the corresponding node of the program of two parts.
+        twins: node of the program of one part → the corresponding node of the program of two parts.
         states: for each node, the state of each of its results.
         counts: for each divisor of a loss, the graphs that compute it.
     """
@@ -216,7 +226,10 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """Return e if a number in the call makes a part's result m ** e times too large; None for any other effect."""
+        """Return e if a number among a call's arguments makes the result of a part too large by the factor m ** e.
+
+        None is returned if the number has any other effect that depends on the size of the batch.
+        """
         ours, theirs = (_literals(item) for item in (node, self.twins[node]))
         if ours == theirs or node.target in _SIZED:
             return 0
@@ -244,7 +257,11 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """Return the state of a call on sample indices that reshapes them or stays at each sample's own; else None."""
+        """Return the state of a call that reads indices of samples.
+
+        The call must reshape the indices, or read or write each sample at the sample's own index. For any other call,
+        None is returned.
+        """
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
         rule = rule_of(self.twins[node])
@@ -259,7 +276,10 @@ class _LossWalk:
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
-        """Return the states of the results of a call that reads split values, by the operator's sharding rule."""
+        """Return the states of the results of a call whose operands are split into parts.
+
+        The states follow from the operator's sharding rule. A number among the arguments adds `scale` to the exponents.
+        """
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
         factor = None if rule is None else _factor(rule, given)
@@ -291,7 +311,10 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the results' exponent; None if the call is not linear in the operands whose exponent is not 0."""
+        """Return the exponent of a call's results, from the exponents of its operands.
+
+        None is returned if the call is not linear in the operands whose exponent is not 0.
+        """
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -354,7 +377,10 @@ class _LossWalk:
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
     def _cut_out(self, divisor: fx.Node) -> Count:
-        """Return the graphs that compute a divisor for a part, and for the batch from sums over all parts."""
+        """Return two graphs that compute a divisor: for a part, and for the batch.
+
+        The graph for the batch takes sums over all parts as inputs.
+        """
         sums = list(dict.fromkeys(self._sums_under(divisor)))
         slots = {slot.node: slot for slot in self.program.inputs}
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
@@ -383,7 +409,10 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the factor along which `SlicedDim` operands are split; None if it differs, or other operands have it."""
+    """Return the factor of the sharding rule along which the operands with the state `SlicedDim` are split.
+
+    None is returned if the operands have different factors, or if an operand that is not split has this factor.
+    """
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -399,7 +428,10 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether the results for one sample depend on other samples, because the rule's rewrite communicates."""
+    """Whether a call's results for one sample depend on other samples, because ranks would communicate for them.
+
+    `factor` is the factor of the sharding rule along which samples lie.
+    """
     is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
     return factor in rule.exchanged or is_reduced
 
@@ -409,7 +441,10 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """Return the dim that is twice as large for two parts; None if the shapes are equal, -1 for any other change."""
+    """Return the dim that is twice as large in `pair` as in `part`: a value for two parts, and for one part.
+
+    The result is None if the shapes are equal, and -1 for any other change of shape.
+    """
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]
@@ -423,7 +458,7 @@ def _literals(node: fx.Node) -> list[Any]:
 
 
 def _loose(node: fx.Node) -> list[Any]:
-    """Return the numbers among a call's arguments that are not inside lists. Numbers in lists are sizes."""
+    """Return the numbers among a call's arguments that are not inside lists, because numbers in lists are sizes."""
     return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
 
 
@@ -432,7 +467,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes and all nodes from which they are computed, in the order of the graph."""
+    """Return `nodes`, and all nodes from which they are computed, in the order of the graph."""
     return _until((), nodes)
 
 
@@ -448,7 +483,7 @@ def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequen
 
 
 def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that compute `results` from `inputs`, without `inputs`, in the order of the graph."""
+    """Return the nodes that compute `results` from `inputs`, in the order of the graph, without `inputs` themselves."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if node not in inputs]
     while waiting:
