@@ -260,9 +260,9 @@ class Planner:
         return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
-        """Return a planner whose searches share one time limit, and that limit.
+        """Return a planner whose searches share one time limit, and the limit.
 
-        The limit starts now, unless the planner has one already.
+        It starts now if the planner has none.
         """
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
@@ -272,9 +272,7 @@ class Planner:
     ) -> Plan:
         """Return the plan of a program on a mesh.
 
-        Args:
-            placed: specs that parameters and state already have, by name.
-            before: a plan that the search begins with.
+        `placed` has the specs of parameters and state that have one already, by name. The search begins with `before`.
         """
         return self.search_and_lower(program, mesh, placed, before).plan
 
@@ -296,10 +294,7 @@ class Planner:
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def problem(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanningProblem:
-        """Return the planning problem of a program on a mesh.
-
-        `placed` has the specs that parameters already have, by name.
-        """
+        """Return the planning problem of a program on a mesh. `placed` is the argument of `search`."""
         return planning_problem(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
 
     @contextmanager
@@ -407,11 +402,7 @@ class Planner:
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, plan: Plan) -> VerificationReport:
-        """Return the proof of the program that a call runs by a plan.
-
-        Raises:
-            VerificationError: the program of the ranks does not compute the traced program.
-        """
+        """Return the proof of the program that a call runs by a plan; raise `VerificationError` if the proof fails."""
         program = self.trace(request)
         report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
@@ -451,10 +442,7 @@ class Planner:
             return None
 
     def _free(self) -> Planner:
-        """Return the planner for calls whose gradients autograd computes.
-
-        It has no plans, constraints, recipe and `reduce_dtype`, because these are for training steps.
-        """
+        """Return the planner without plans, constraints, recipe and `reduce_dtype`, which are for training steps."""
         return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:

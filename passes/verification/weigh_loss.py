@@ -44,10 +44,9 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """Return the weights of micro-batches in the loss of a training call.
+    """Return the weights of micro-batches in the loss of a training call; None without gradients or loss.
 
-    `program` and `request` are of one micro-batch. `trace` traces the call with two micro-batches at once. None is
-    returned for a call without gradients or loss.
+    `program` and `request` are of one micro-batch. `trace` traces the call with two micro-batches at once.
     """
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
@@ -87,10 +86,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """Return the graphs that compute the results of the model's guards for a batch from its parts (`combine_branches`).
-
-    None is returned for a model without guards, or if the parts do not determine the results.
-    """
+    """Return `combine_branches` of the model's guards; None without guards, or if parts do not determine them."""
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -113,10 +109,7 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node) -> Any:
-    """Return the operator of a call, or the kind of any other node.
-
-    All operators that reshape count as one operator, because the sizes of values decide between them.
-    """
+    """Return a call's operator. All operators that reshape count as one, because sizes decide between them."""
     if node.op != "call_function":
         return node.op
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
@@ -257,10 +250,9 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """Return the state of a call that reads indices of samples.
+        """Return the state of a call on indices of samples.
 
-        The call must reshape the indices, or read or write each sample at the sample's own index. For any other call,
-        None is returned.
+        The result is None unless the call reshapes the indices or fulfils `read_at_places`.
         """
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
@@ -276,9 +268,9 @@ class _LossWalk:
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
-        """Return the states of the results of a call whose operands are split into parts.
+        """Return the states of a call's results by its sharding rule.
 
-        The states follow from the operator's sharding rule. A number among the arguments adds `scale` to the exponents.
+        Its operands are split; `scale` adds to exponents.
         """
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
@@ -311,10 +303,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """Return the exponent of a call's results, from the exponents of its operands.
-
-        None is returned if the call is not linear in the operands whose exponent is not 0.
-        """
+        """Return the exponent of a call's results; None if the call is not linear in operands with an exponent."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -377,10 +366,7 @@ class _LossWalk:
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
     def _cut_out(self, divisor: fx.Node) -> Count:
-        """Return two graphs that compute a divisor: for a part, and for the batch.
-
-        The graph for the batch takes sums over all parts as inputs.
-        """
+        """Return the graphs that compute a divisor: for a part, and for the batch from sums over all parts."""
         sums = list(dict.fromkeys(self._sums_under(divisor)))
         slots = {slot.node: slot for slot in self.program.inputs}
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
@@ -409,10 +395,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """Return the factor of the sharding rule along which the operands with the state `SlicedDim` are split.
-
-    None is returned if the operands have different factors, or if an operand that is not split has this factor.
-    """
+    """Return the factor along which all operands of state `SlicedDim`, and no other operands, are split; else None."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -428,10 +411,7 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether a call's results for one sample depend on other samples, because ranks would communicate for them.
-
-    `factor` is the factor of the sharding rule along which samples lie.
-    """
+    """Whether results for one sample depend on other samples. Samples lie along `factor` of the sharding rule."""
     is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
     return factor in rule.exchanged or is_reduced
 
@@ -441,10 +421,7 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """Return the dim that is twice as large in `pair` as in `part`: a value for two parts, and for one part.
-
-    The result is None if the shapes are equal, and -1 for any other change of shape.
-    """
+    """Return the dim that is twice as large in `pair`; None for equal shapes, -1 for any other change."""
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]

@@ -149,10 +149,7 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
 
 
 class _SplitInVainError(Exception):
-    """An activation would have to be gathered in the forward, because `parameters` are split.
-
-    These parameters must stay whole.
-    """
+    """An activation would have to be gathered in the forward if `parameters` were split: they must stay whole."""
 
     def __init__(self, parameters: frozenset[str]) -> None:
         super().__init__(*parameters)
@@ -192,11 +189,7 @@ class _Propagation:
     parameters: frozenset[str] = frozenset()
 
     def run(self) -> None:
-        """Fill in the layout of the whole program.
-
-        Raises:
-            _SplitInVainError: some parameters should not have been split.
-        """
+        """Fill in the layout; raise `_SplitInVainError` if some parameters should not have been split."""
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
         self.gradients = _gradient_owners(self.space, self.parameters)
@@ -211,10 +204,7 @@ class _Propagation:
                 self._place(name)
 
     def _place(self, name: str) -> None:
-        """Set the spec of a placeholder.
-
-        It is the policy's spec, or whole, or None for a parameter whose spec its first reader decides.
-        """
+        """Set the spec of a placeholder. It is None for a parameter whose spec the first reader decides."""
         key = (name, 0)
         self.base[key] = key
         if name in self.parameters:
@@ -289,10 +279,7 @@ class _Propagation:
         return before is not None and self._can_settle(parent, before)
 
     def _have(self, key: _Key) -> PartitionSpec | None:
-        """Return the present spec of a value; None if its spec is open.
-
-        A partial value that has been reduced since it was made has the spec after the reduction.
-        """
+        """Return the present spec of a value, after its reduction if it was partial; None if its spec is open."""
         have, now = self.state[key], self.reduced.get(self.base[key])
         if have is None or now is None or not have.is_partial:
             return have
@@ -431,13 +418,8 @@ class _Propagation:
     def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
         """Whether a call needs no collective for its operand `key`, which has the spec `have`.
 
-        This is so in these cases:
-
-        * the operand has the spec `need`;
-        * the call reads only the operand's shape;
-        * the operand is new (`_is_new`), so it can be made in any spec;
-        * a whole copy exists since an earlier call of the same phase. On the expert axis, an earlier call of any phase
-          counts.
+        The operand has the spec `need`, is new (`_is_new`), or was gathered for an earlier call of the same phase, or
+        the call reads only its shape. On the expert axis, an earlier call of any phase counts.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):
@@ -452,10 +434,7 @@ def _split_at(dim: int) -> PartitionSpec:
 
 
 def _gradient_owners(space: SearchSpace, parameters: frozenset[str]) -> dict[_Key, str]:
-    """Return the name of the parameter for each gradient of a parameter, and for each addend of such a gradient.
-
-    A key is (name of the node that makes the gradient, index of the result).
-    """
+    """Return the parameter's name for each gradient of a parameter, and for each addend of a gradient, by its key."""
     owners = {
         (link.tail, link.result): link.head for link in space.links if link.operand < 0 and link.head in parameters
     }
