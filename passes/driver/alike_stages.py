@@ -116,15 +116,15 @@ def _renamed_node(item: _Restored, names: Mapping[str, str], modules: Mapping[st
 
 
 def _same_places(alike: Program, stage: Program) -> dict[str, str]:
-    """Return for each node's name in `alike` the name of the node at the same place in `stage`."""
+    """Return for each node's name in `alike` the name of the node at the same position in the graph of `stage`."""
     return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
 
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return the slots of `stage` at the same places as the slots of `alike`, as two dicts.
+    """Return the slots of `stage` at the same positions as the slots of `alike`, as two dicts.
 
-    The first has names of inputs, by kind and name of an input of `alike`. The second has keys of results ("output 0"),
-    by key of a result of `alike`.
+    The first dict has names of inputs of `stage`. Its keys are kind and name of an input of `alike`. The second dict
+    has keys of results of `stage`, such as "output 0" (`result_key`), by the key of a result of `alike`.
     """
     taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}

@@ -32,7 +32,9 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of the whole program, as traced, of a call. A plan without left-out blocks is returned unchanged.
+    """Return the plan of a call's whole traced program, from a plan with left-out blocks.
+
+    Any other plan is returned unchanged.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.

@@ -192,9 +192,8 @@ def _rough_steps(
 def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
     """Return the fastest of the lowered plans `made`.
 
-    On CPUs, the plan with the fewest launches wins among about equal plans.
-
-    `known_s` has the steps of known recipes in seconds. The result is never slower than one of these recipes.
+    On CPUs, the plan with the fewest launches wins among about equal plans. `known_s` has the steps of known recipes in
+    seconds. The result is never slower than one of these recipes.
     """
     fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
     if cluster.device.dispatch_s:

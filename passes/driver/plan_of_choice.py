@@ -141,9 +141,7 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
     """Return the Triton kernels that would run in a plan's program, with their predicted times.
 
-    No kernels are generated.
-
-    `prepared` is the result of `prepare_for`.
+    No kernels are generated. `prepared` is the result of `prepare_for`.
     """
     return _walked(prepared, plan, cluster, _with_priced_kernels(LoweringOptions(with_overlap=False)))[2]
 

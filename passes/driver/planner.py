@@ -181,7 +181,7 @@ class Planner:
         return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a traced program still holds for other inputs and state, see `tracing.check_guards`."""
+        """Whether a program, traced for other inputs and state, is also right for `inputs` and `state`."""
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
@@ -209,10 +209,7 @@ class Planner:
         return program
 
     def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
-        """Return the traced program of a call without its inner blocks; None if the model needs all blocks.
-
-        `margin` is the number of units kept at each end of a run of equal blocks.
-        """
+        """Return the program without inner blocks, with `margin` units at each end of a run; None if all stay."""
         if self.traces is not None:
             return self.traces.once(
                 request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
@@ -230,8 +227,8 @@ class Planner:
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """Return the program of a call, and its fastest plan on any of some meshes.
 
-        A deep model is planned without its inner blocks if these are like the blocks beside them. If that plan is
-        slower than `before`, the model is planned with all blocks.
+        A deep model is planned without its inner blocks if the inner blocks are like the blocks beside them. If that
+        plan is slower than `before`, the model is planned with all blocks.
         """
         planner = self.begun()[0]
 

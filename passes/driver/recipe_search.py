@@ -55,7 +55,7 @@ class RecipeSearch:
         """Return the fastest recipe that fits, and the fastest recipe of each known kind by the kind's name.
 
         Raises:
-            DoesNotFitError: no recipe fits. The error has the least memory of any recipe.
+            DoesNotFitError: no recipe fits. The message names the memory of the recipe that needs least.
             NotAvailableError: time ran out before a recipe was priced, or `compile` can run no recipe that fits.
         """
         ceiling = Ceiling.within(self.time_budget_s)
@@ -117,7 +117,9 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
 
 def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
-    """Return the runtime by which recipes for `compile` are compared. Final prices come from the lowered programs.
+    """Return the runtime whose costs serve to compare recipes for `compile`.
+
+    Final prices come from the lowered programs.
 
     `has_masters` says whether parameters are float32 master weights, and products run in 16 bits.
     """

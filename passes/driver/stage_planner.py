@@ -113,7 +113,7 @@ class StagePlanner:
         return self.planner.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a traced program still holds for other inputs and state, see `tracing.check_guards`."""
+        """Whether a program, traced for other inputs and state, is also right for `inputs` and `state`."""
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:

@@ -82,8 +82,8 @@ class StagePlans:
             program: forward and backward, or a forward alone.
             request: the traced call; its update is planned with each stage.
             homes: name of a parameter that already has a stage → the stage's number.
-            before: a plan of this program in as many stages. The program is cut at the same places, and searches begin
-                with this plan.
+            before: a plan of this program in the same number of stages. The program is cut at the same places, and
+                searches begin with this plan.
             kept: lowered stages that stay as they are, by number, unless a rank lacks memory for them.
 
         Raises:

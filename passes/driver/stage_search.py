@@ -115,7 +115,10 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _planner_of_stage(self, number: int, limit: float | None) -> Planner:
-        """Return the planner for one stage within a limit of its rank in bytes; None means the call's own limit."""
+        """Return the planner that searches stage `number`. Its limit is `limit` bytes on the stage's rank.
+
+        None means the limit of the call.
+        """
         change = self.planner.change
         if change.stage != number:
             change = replace(change, specs={})
@@ -131,13 +134,17 @@ class StageSearch:
         )
 
     def load(self, number: int) -> StageLoad:
-        """Return the load of a stage: the most stages and micro-batches in flight of any rank with an alike stage."""
+        """Return the load under which a stage is planned.
+
+        Alike stages share a plan. So the most stages, and the most micro-batches in flight, of any rank with an alike
+        stage count.
+        """
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
         return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
-        """Return a stage within a limit in bytes.
+        """Return the plan and program of stage `number` within `limit` bytes on its rank.
 
         If no plan fits, the limit is raised to the bytes of the smallest known plan, and these bytes go to `least`.
         """

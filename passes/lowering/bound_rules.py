@@ -47,7 +47,7 @@ class BoundRules:
 
     @classmethod
     def of(cls, program: Program) -> BoundRules:
-        """Return the cache that is stored with the program's graph, or store a new one."""
+        """Return the cache that is stored with the program's graph. If there is none, a new cache is stored first."""
         kept = program.graph_module.meta.get(_KEPT)
         if kept is None or kept.program is not program:
             kept = program.graph_module.meta[_KEPT] = cls(program, find_ranges(program.graph_module))

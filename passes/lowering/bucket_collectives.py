@@ -227,7 +227,8 @@ def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_Bucket
 def _may_be_packed(node: fx.Node) -> bool:
     """Whether a node is a collective whose operand can be joined with other operands.
 
-    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather needs a dim.
+    The operand of a reduce-scatter must have one row for each rank. The operand of an all-gather must have at least one
+    dim.
     """
     if node.target is ALL_REDUCE:
         return True

@@ -40,7 +40,7 @@ class _UpdateBucket:
 class BucketUpdates:
     """Joins updates of parameters whose arguments are equal, except for the tensors that belong to each parameter.
 
-    `with_triton` uses a Triton kernel for the updates of Adam that it supports.
+    With `with_triton`, a Triton kernel makes the updates of Adam whose dtypes and shapes the kernel supports.
     """
 
     with_triton: bool = False

@@ -132,7 +132,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node (a view, a `getitem`, a constant) may stand anywhere behind its operands in the new order."""
+    """Whether a node is a view, a `getitem` or a constant. It may stand anywhere behind its operands."""
     is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
 

@@ -222,9 +222,9 @@ class _FusedGraph:
     ) -> tuple[Any, ...] | None:
         """Return the arguments of the kernel's call, or None if the call is impossible.
 
-        If several nodes have an operand's value, the last one before the first reader of a result is taken. The call is
-        impossible if there is no such node, or if the program has a number in place of a tensor. For example, the 1 of
-        `linear(x) + 1` is no bias.
+        If several nodes have an operand's value, the last of these nodes before the first reader of a result is taken.
+        The call is impossible if no node comes before that reader, or if the program has a number in place of a tensor.
+        For example, the 1 of `linear(x) + 1` is no bias.
         """
         values = dict(group.match.variables)
         for name, value in values.items():

@@ -57,7 +57,10 @@ class Hoist:
     load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program with hoisted values; unchanged without an update, or with one micro-batch."""
+        """Return the program with hoisted values.
+
+        A program without an update, or a step of one micro-batch, is returned unchanged.
+        """
         if self.micro_batches < 2 or phased.update is None:
             return phased
         shared = _Shared.of(phased)

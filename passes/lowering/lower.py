@@ -50,7 +50,11 @@ class Lower:
     steps: dict[object, tuple[ReshardStep, ...]] | None = None
 
     def __call__(self, program: Program) -> LoweredProgram:
-        """Return the lowered program; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
+        """Return the lowered program.
+
+        Raises:
+            PlanMismatchError: the plan is for another program, or contradicts itself.
+        """
         check_digest(self.plan, program)
         _check_nodes(self.plan, program)
         _check_parameters(self.plan, program)
@@ -58,7 +62,7 @@ class Lower:
 
 
 def check_digest(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan belongs to another program, by the program's digest."""
+    """Raise `PlanMismatchError` if a plan was made for a program with another digest than `program`."""
     digest = program.digest()
     if digest != plan.program_digest:
         raise PlanMismatchError(

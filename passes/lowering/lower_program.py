@@ -16,7 +16,10 @@ _PREPARED = "autoshard: as traced, and prepared"
 
 
 def prepare(program: Program) -> Program:
-    """Return the program in canonical form with fan-outs, as it is planned, stored with the traced graph."""
+    """Return the program in canonical form, with fan-outs, as it is planned.
+
+    The result is cached with the traced graph.
+    """
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
         prepared = run_at(Moment.TRACED, program)

@@ -72,7 +72,10 @@ class LoweringOptions:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether expert layers may save received rows for the backward; programs for a compiler do not."""
+        """Whether expert layers may save received rows for the backward.
+
+        They may not in a program that a compiler such as Inductor fuses.
+        """
         return self.with_overlap and not self.saves_least
 
     @property

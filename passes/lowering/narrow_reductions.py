@@ -38,7 +38,10 @@ class NarrowReductions:
     dtype: torch.dtype = torch.bfloat16
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """Return the program whose phases send gradients in `dtype`. The uncut program stays, for verification."""
+        """Return the program with phases that send gradients in `dtype`.
+
+        The field `lowered` stays, for verification.
+        """
         update = phased.update
         if update is not None:
             carried = update.graph.find_nodes(op="placeholder")[: len(phased.carried)]

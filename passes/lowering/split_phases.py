@@ -39,7 +39,7 @@ class SplitPhases:
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """Return the phases; their field `lowered` is the uncut program without kernels, for their verification."""
+        """Return the program cut into phases. Its field `lowered` is the uncut program, for verification."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]

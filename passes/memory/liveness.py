@@ -354,7 +354,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """Fill `deaths` in reverse, because uses of a view are also uses of its base."""
+        """Fill `deaths`, from the last site to the first, because uses of a view are also uses of the viewed value."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):

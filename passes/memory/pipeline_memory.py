@@ -35,7 +35,8 @@ from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, S
 class RankMemory:
     """Bytes in use on a pipeline rank: the peak, and its parts by category.
 
-    `in_flight_bytes` is the most that micro-batches between their forward and their backward have saved at once.
+    `in_flight_bytes` is the largest sum of bytes that micro-batches between their forward and their backward have
+    saved.
     """
 
     peak_bytes: int

@@ -36,10 +36,8 @@ def repeated_intervals(
 ) -> dict[Key, tuple[Interval, int]]:
     """Return the lifetime and the number of the copies that each value has in left-out units.
 
-    Values without copies are absent.
-
-    `intervals` has the lifetimes of the values of the program. A key names a value, or the memory of a link
-    (`numbered`).
+    Values without copies are absent. `intervals` has the lifetimes of the values of the program. A key names a value,
+    or the memory of a link (`numbered`).
     """
     gaps = _gaps(liveness, repeated, space)
     standing: dict[str | int, int] = {sites.names[AFTER_GAP]: sites.left_out for sites in repeated.sites}

@@ -36,7 +36,8 @@ PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
 class Storage:
     """The memory of one tensor on a rank: `size` bytes, in the category `part` of `PARTS`.
 
-    `left_out` is the bytes of its copies in the left-out units of repeat number `repeat`; -1 without copies.
+    `left_out` is the bytes of the tensor's copies in the left-out units of a repeat. `repeat` is the number of this
+    repeat, or -1 without copies.
     """
 
     size: int
@@ -194,9 +195,10 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """Return, for each repeat, the point at which its left-out units run, between the two units beside the gap.
+        """Return the point at which the left-out units of each repeat run, by the index of the repeat.
 
-        Passes may have moved nodes of the two units past each other. So half of their nodes lie before this point.
+        The point lies between the nodes of the two units beside the gap. Passes may have moved nodes of the two units
+        past each other. So the point is chosen such that half of these nodes lie before it.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):

@@ -70,9 +70,8 @@ def solve_in_buckets(
 ) -> Solution | None:
     """Return the best choice at bucket prices, with its cost in seconds at single prices.
 
-    None means that no choice fits, or that the search was stopped.
-
-    Progress is not shown, because costs at bucket prices cannot be compared with those of the first search.
+    None means that no choice fits, or that the search was stopped. Progress is not shown, because costs at bucket
+    prices cannot be compared with those of the first search.
 
     Args:
         planning: the planning problem at single prices.

@@ -41,7 +41,7 @@ Groups = tuple[Group, ...]
 def space_in_time(
     enumerate_strategies: EnumerateStrategies, program: Program, levels: Sequence[Groups], time_budget_s: float
 ) -> SearchSpace:
-    """Return the search space of a program in which as few axes are tied as the time allows.
+    """Return the search space of a program, with as few tied axes as the time allows. Tied axes make the same choice.
 
     Args:
         enumerate_strategies: the pass that builds the search space of single axes.

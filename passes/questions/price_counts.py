@@ -229,9 +229,8 @@ class _RecipeCounts:
     def sent_between_stages(self, blocks: Sequence[Tally]) -> dict[str, Any]:
         """Return the bytes that a rank sends in a step for values between stages, by axis.
 
-        Forward and backward are included.
-
-        Without sequence parallelism, ranks send a share of each value, and gather the shares over the tensor axis.
+        Forward and backward are included. Without sequence parallelism, ranks send a share of each value, and gather
+        the shares over the tensor axis.
         """
         recipe, pipeline, tensor = self.recipe, self.axes["pipeline"], self.axes["tensor"]
         entering = list(dict.fromkeys(self._at(block, self.axes)["entering_bytes"] for block in blocks))
@@ -250,7 +249,7 @@ class _RecipeCounts:
         return self.batch / (self.micro_batch * self.axes["data"])
 
     def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
-        """Return the bytes that each rank sends in a step for a layer class, by axis.
+        """Return the bytes that each rank sends in a step for one layer of a layer class, by axis.
 
         Collectives over several axes at once count as "data".
         """
@@ -269,7 +268,8 @@ class _RecipeCounts:
     def _exchanged(self, dense: Any, expert: Any) -> Any:
         """Return the bytes that a rank sends in a step to reduce gradients and to gather parameters.
 
-        The times of these collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
+        `dense` and `expert` are the rank's numbers of parameters outside of experts and in experts. The times of these
+        collectives are in `price_ends.exchange_times` and `price_recipe.sharded_time`.
         """
         recipe = self.recipe
         gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]

@@ -227,9 +227,7 @@ class RecomputeMemory:
     def ends(self) -> dict[tuple[str, int], int]:
         """The last program point at which a value's memory is counted for its second life.
 
-        Keys are those of `_memory_of`.
-
-        The last view of the value may live longer. Its own items then count the memory.
+        Keys are those of `_memory_of`. The last view of the value may live longer. Its own items then count the memory.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():

@@ -159,9 +159,10 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
     `elements` is the number of parameters before ZeRO shards them over `shards` ranks. Both may be numbers, arrays or
     symbols.
 
-    Under a runtime without `narrow_copies`, parameters count as if copied unless there is a pipeline. The search over
-    specs may shard single parameters further than the recipe says. With micro-batches of a pipeline that is dear, as
-    they would be gathered for each micro-batch.
+    With float32 master weights and a stage below ZeRO-3, a narrow copy of each parameter counts too, in two cases. The
+    runtime has `narrow_copies`, or there is no pipeline. In the second case, the search over specs may shard a
+    parameter further than the recipe says, and gather a narrow copy. In a pipeline it would be gathered for each
+    micro-batch.
     """
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     has_masters = recipe.runtime.master_weights

@@ -56,7 +56,7 @@ class FoundRecipe:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a ceiling, not Ctrl-C, ended the search early."""
+        """Whether a time limit, and not Ctrl-C, ended the search early."""
         return not (self.is_complete or self.was_interrupted)
 
 

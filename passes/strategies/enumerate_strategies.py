@@ -295,7 +295,7 @@ def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
     Args:
         node: the call.
         ranges: the range of each value of the program (`find_ranges`). If None, operands are assumed to be finite and
-            not zero, which may let a partial sum pass wrongly: never plan with this rule.
+            not zero. This assumption may be wrong for partial sums, so plans must not use such a rule.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)

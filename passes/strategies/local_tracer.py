@@ -49,7 +49,7 @@ class LocalTracer(GraphAppendingTracer):
     def placeholder(
         self, name: str, value: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
     ) -> fx.Proxy:
-        """Add a placeholder for a rank's piece of the global `value`, of which it takes dtype and device.
+        """Add a placeholder for a rank's piece of the global tensor `value`, with the dtype and device of `value`.
 
         Args:
             shape: shape of the piece on one rank.

@@ -247,7 +247,7 @@ class _Propagation:
         self.viewed[key] = read
 
     def _settle(self, key: _Key, spec: PartitionSpec) -> None:
-        """Fix the spec of a free value, and of the parameter that it is a view of."""
+        """Fix the spec of a value whose spec is open, and of the parameter that it is a view of."""
         self.state[key] = spec
         self.results[key[0]] = (spec,)
         parent = self.viewed.get(key)
@@ -418,8 +418,8 @@ class _Propagation:
     def _needs_no_move(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
         """Whether a call needs no collective for its operand `key`, which has the spec `have`.
 
-        The operand has the spec `need`, is new (`_is_new`), or was gathered for an earlier call of the same phase, or
-        the call reads only its shape. On the expert axis, an earlier call of any phase counts.
+        The operand has the spec `need`, or is new (`_is_new`), or the call reads only its shape. An operand that was
+        gathered for an earlier call of the same phase, on the expert axis of any phase, needs no collective either.
         """
         is_read = site.node is not None and site.node.target not in _FACTORIES
         if have == need or not is_read or (self._is_new(key) and not need.is_partial):
