@@ -72,7 +72,7 @@ class ForwardCalls:
     def _leaves_open(self, link: Link) -> bool:
         """Whether the reader of a link may read a recomputed or offloaded value.
 
-        The update may not, and neither may a link that carries the value out of the program.
+        This is False for the update, and for a link that carries the value out of the program.
         """
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
