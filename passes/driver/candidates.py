@@ -78,8 +78,9 @@ def candidates_of(
 ) -> list[Candidate]:
     """Return the candidates within a recipe, with the fewest micro-batches first. `micro_batches` fixes their number.
 
-    Without stages, candidates with more micro-batches are planned only until a plan keeps all values. A pipeline has a
-    few numbers of micro-batches, which are multiples of its ranks if possible.
+    Without stages, a candidate with more micro-batches is planned only if all earlier plans recompute or offload
+    values. With stages, a few numbers of micro-batches are tried. They are multiples of the number of pipeline ranks if
+    possible.
 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
@@ -117,7 +118,10 @@ _AXES_IN_TIME = 2
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
-    """Return a recipe without the fields that the search over specs decides. Fields in `fixed` stay."""
+    """Return a recipe without the fields that the search over specs decides, such as `recompute`.
+
+    Fields named in `fixed` stay.
+    """
     names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
     return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)
 
@@ -131,8 +135,9 @@ def candidates_found(
 ) -> list[Candidate]:
     """Return the candidates for the recipes that the outer search found.
 
-    Candidates without stages come before candidates with stages, because they are planned in less time. Then the
-    fastest recipe comes first. Only one recipe with stages is planned, unless it has no plan.
+    Candidates without stages come before candidates with stages, because they are planned in less time. Within each
+    group, the fastest recipe comes first. Only one recipe with stages is planned. If it has no plan, the next recipe
+    with stages is planned.
 
     Args:
         found: recipes, each with its price.
@@ -195,12 +200,19 @@ def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
-    """Return the first `_MOST_COUNTS` multiples of a pipeline's ranks in the ascending `counts`, or the last count."""
+    """Return the numbers of micro-batches to plan a pipeline with, from the ascending possible numbers `counts`.
+
+    The result has the first `_MOST_COUNTS` multiples of `ranks`, or the largest number if there is no multiple.
+    """
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
 def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
-    """Return the meshes for each possible number of micro-batches, smallest first; `RecipeError` if none exists."""
+    """Return the possible numbers of micro-batches in ascending order, each with the meshes that it is possible on.
+
+    Raises:
+        RecipeError: no mesh runs whole micro-batches of the batch.
+    """
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
         for parts in _micro_batches(mesh, recipe, global_batch):
@@ -248,7 +260,11 @@ def with_batch(request: Request, size: int) -> Request:
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the size of dim 0 that all tensors of a call share; `TraceError` if they share none."""
+    """Return the size of dim 0, which all tensors of a call must share.
+
+    Raises:
+        TraceError: sizes of dim 0 differ, or the call has no tensors.
+    """
     size = batch_size(args, kwargs)
     if size is None:
         raise TraceError(

@@ -33,7 +33,7 @@ class Planned:
     """A plan, with the planner and the program that it comes from.
 
     Args:
-        request: the call of one micro-batch.
+        request: the call that was traced, with the inputs of one micro-batch.
         program: the traced program; with stages, the program before it is cut.
         stage_plans: the planner of stages; None without stages.
         stages: the lowered stages; empty without stages.
@@ -191,10 +191,11 @@ def _may_be_faster(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
-    """Whether a candidate that saves memory may be faster than the plans before it.
+    """Whether a candidate that saves memory may be faster than the plans in `found`.
 
-    The candidate cannot be faster than a plan that keeps all values. A candidate without a proposal differs in having
-    more micro-batches. It does not help if the step of the last plan takes more than `_SLOWER` times the fastest step.
+    The candidate cannot be faster if a plan in `found` keeps all values. A candidate without a proposed recipe only has
+    more micro-batches than the candidate before it. It is skipped if the last plan is `_SLOWER` times slower than the
+    fastest plan.
     """
     if any(each.is_plain for each in found):
         return False
@@ -203,9 +204,13 @@ def _helps_memory(candidate: Candidate, found: Sequence[Planned]) -> bool:
 
 
 def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
-    """Return the plan of a candidate, or of its exact recipe.
+    """Return the plan of a candidate.
 
-    The exact recipe is planned too if the time budget cut the search, and the candidate has no plan or a slow plan.
+    If `ceiling`, the time limit, cut the search, the plan may be missing or slow. The candidate is then planned again
+    within its exact recipe, and the faster plan is returned.
+
+    Raises:
+        DoesNotFitError: neither search found a plan.
     """
     made, failure = None, None
     try:
@@ -244,7 +249,10 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
-    """Add to an error the advice to free the recipe's field that causes it, if a field does."""
+    """Return a candidate's error.
+
+    If no plan fits in memory, and the recipe forbids recomputation, the message also advises to allow recomputation.
+    """
     if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
         return error
     return DoesNotFitError(

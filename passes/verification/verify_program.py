@@ -79,7 +79,10 @@ def verify_program(
 
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
-    """Check that both programs have the same slots, shapes and dtypes, and that each slot has an input or result."""
+    """Raise `VerificationError` unless both programs have the same slots, with the same shapes and dtypes.
+
+    Each slot must also have an input or result in the lowered graph.
+    """
     local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]
     results = _results(local[-1])
@@ -98,7 +101,7 @@ def _check_slots(program: Program, lowered: LoweredProgram) -> None:
 
 
 def _check_slot(value: torch.Tensor, lowered: LoweredProgram, slot: LocalSlot) -> None:
-    """Check that a slot has the shape and dtype of the traced value, and a spec that is possible on the mesh."""
+    """Raise `VerificationError` unless a slot has the traced value's shape and dtype, and a possible spec."""
     if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
         raise VerificationError(
             f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
@@ -144,9 +147,10 @@ def _check_results(derivation: Derivation) -> None:
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """Check that the traced update reads each carried value from the backward, whole or as addends of a sum.
+    """Raise `VerificationError` unless the traced update reads each value named in `carried` from the backward.
 
-    The sum over micro-batches is then the value for the whole batch.
+    The update reads the value itself, or a sum of which the value is an addend. So the sum of the value over
+    micro-batches is the value for the whole batch.
     """
     nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
     unknown = [name for name in carried if name not in nodes]
@@ -174,7 +178,7 @@ def _read_by_update(derivation: Derivation) -> set[int]:
 
 
 def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
-    """Yield the local values that hold traced value `number`, whole or as addends of a sum."""
+    """Yield the local values that hold traced value `number` whole, or as addends of a sum over ranks."""
     for spec, held in derivation.holders[number].items():
         if all(reduction is Reduction.SUM for _, reduction in spec.partial):
             yield from held
@@ -188,7 +192,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """Return the number of a lowered program's collectives, by operator and communicator ("all_reduce over data")."""
+    """Return the number of collectives in a lowered program, by operator and communicator ("all_reduce over data")."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target
@@ -201,7 +205,10 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
-    """Return the first traced call of each operator that is neither PyTorch's nor ours, by the operator's name."""
+    """Return the first traced call of each operator of the user, by the operator's name.
+
+    These are the operators that come neither from PyTorch nor from this project.
+    """
     found: dict[str, fx.Node] = {}
     for node in derivation.traced.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
@@ -210,7 +217,10 @@ def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
 
 
 def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
-    """Return the words on who wrote a user operator's sharding rule; "" if it was inferred, or there is none."""
+    """Return the words of the report that name the author of a user operator's sharding rule.
+
+    The result is "" if the rule was inferred, or if there is no rule. `inferred` has the operators with inferred rules.
+    """
     author = author_of_rule(node.target)
     if author is None or str(node.target) in inferred:
         return ""
