@@ -23,6 +23,7 @@ from passes.driver.planner import Planner
 from passes.driver.stage_plans import StagePlans, check_stays
 from passes.driver.traces import Traces
 from passes.planning.baselines import least_baselines
+from passes.prediction.predict import SLOWED
 from passes.solver.search_control import Ceiling
 
 _LOGGER = logging.getLogger(__name__)
@@ -142,25 +143,32 @@ class _Attempts:
         return made
 
     def resize(self, candidate: Candidate, made: Planned) -> None:
-        """Plan a candidate with larger micro-batches while that is faster, or else with smaller micro-batches.
+        """Plan the candidate with larger or smaller micro-batches, as long as that gains over `_LITTLE` of the step.
 
-        If memory is short, larger micro-batches recompute more, and smaller micro-batches communicate more.
+        Larger micro-batches recompute more, and smaller micro-batches communicate more. The plan's prediction says
+        which of these two may gain more.
         """
-        for larger in (True, False) if _saves_much(made) else (True,):
-            fastest, each = made, resized(candidate, larger=larger)
-            while each is not None and each.proposal not in self.tried and not self.ceiling.cuts():
-                other = self.plan(each)
-                if other is None or other.step_time_s >= fastest.step_time_s:
-                    break
-                fastest, each = other, resized(each, larger=larger)
-            if fastest is not made:
+        larger = _gains_by_larger(made)
+        while larger is not None and larger == _gains_by_larger(made) and not self.ceiling.cuts():
+            other = resized(candidate, larger=larger)
+            if other is None or other.proposal in self.tried:
+                return
+            before, candidate = made, other
+            made = self.plan(candidate) or before
+            if made.step_time_s >= (1 - _LITTLE) * before.step_time_s:
                 return
 
 
-def _saves_much(made: Planned) -> bool:
-    """Whether a plan could gain over `_LITTLE` of its step if it neither recomputed nor offloaded values."""
+def _gains_by_larger(made: Planned) -> bool | None:
+    """Whether larger micro-batches may shorten a step more than smaller micro-batches.
+
+    Twice the size may save half the exposed communication, and half the size may save all recomputation. The result is
+    None if neither is over `_LITTLE` of the step.
+    """
     parts = made.plan.predicted.breakdown.items()
-    return sum(seconds for name, seconds in parts if name in (PHASE, LABEL)) > _LITTLE * made.step_time_s
+    larger_s = sum(seconds for name, seconds in parts if name.startswith("communication") or name == SLOWED) / 2
+    smaller_s = sum(seconds for name, seconds in parts if name in (PHASE, LABEL))
+    return larger_s >= smaller_s if max(larger_s, smaller_s) > _LITTLE * made.step_time_s else None
 
 
 def _fastest(found: Sequence[Planned]) -> Planned:
@@ -176,7 +184,7 @@ Measured on 14 models and clusters (2026-11-30): plans took 1.01 to 1.19 times t
 
 _SLOWER, _LITTLE = 1.05, 0.02
 """Two limits. Candidates with more micro-batches are planned while the last step takes at most `_SLOWER` times the
-fastest step. Smaller micro-batches are planned if over `_LITTLE` of the step recomputes or offloads.
+fastest step. Other sizes of micro-batches are planned if they may gain over `_LITTLE` of the step.
 """
 
 
