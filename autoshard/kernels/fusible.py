@@ -70,7 +70,9 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with functions of ATen operators in place of semantic operators (the module's table).
+    """Return a copy of a graph with functions of ATen operators in place of semantic operators.
+
+    The module's table has the functions.
 
     Before → after: `autoshard.native_attention(...)` → a call of the Python function that implements the operator.
     """

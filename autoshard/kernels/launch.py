@@ -32,14 +32,17 @@ class Tile:
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
-    """Return the tile for rows of `columns` elements. A program walks rows over `max_columns` wide block by block."""
+    """Return the tile for rows of `columns` elements.
+
+    A tile is at most `max_columns` wide. A program computes longer rows in several blocks.
+    """
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return `count / size`, rounded up. `triton.cdiv` does the same, but takes 5 us, and a launch needs several."""
+    """Return `count / size`, rounded up. `triton.cdiv` is slower: it takes 5 us, several times in a launch."""
     return -(-count // size)
 
 
@@ -100,9 +103,9 @@ def launch(
         arguments: the arguments that are not `constexpr`, in order.
         tunable: names of the `constexpr` arguments that tuning may change. The default is the kernel's entry in
             `TUNABLE`.
-        follow: maps the tunable constants to further constants that depend on them.
+        follow: maps the tunable `constexpr` arguments by name to further `constexpr` arguments that depend on them.
         changes: the tensors that the kernel both reads and writes.
-        constants: the `constexpr` arguments by name, with the block sizes without tuning.
+        constants: the `constexpr` arguments by name, with the default block sizes.
 
     Raises:
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.
@@ -123,5 +126,5 @@ def launch(
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current CUDA device, because Triton launches on the current device."""
+    """Return a context in which `device` is the current CUDA device, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

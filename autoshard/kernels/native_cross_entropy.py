@@ -136,7 +136,7 @@ def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tuples of the same rows of all tensors, in blocks."""
+    """Yield the tensors' rows block by block, as tuples with the same rows of `logits` and of all `others`."""
     size = max(1, (_CPU_BLOCK if logits.is_cpu else _BLOCK) // max(1, logits.shape[1]))
     return zip(*(item.split(size) for item in (logits, *others)), strict=True)
 

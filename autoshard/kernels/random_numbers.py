@@ -144,7 +144,14 @@ def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution: how to draw numbers from words, and which parameters it accepts, also as text."""
+    """A distribution of random numbers.
+
+    Args:
+        draw: takes the four random words of each element, the distribution's parameters, and the keyword `dtype`.
+            Returns the numbers.
+        accepts: takes the parameters, and returns whether they are in range.
+        range: the condition that `accepts` checks, as text for messages, such as "std >= 0".
+    """
 
     draw: Callable[..., Tensor]
     accepts: Callable[..., bool]

@@ -265,7 +265,7 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Whether each row runs step t, bool [B, 1]. None if all rows run all steps."""
+    """Return a bool tensor [B, 1] that says which rows run step t, or None if all rows run all steps."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
@@ -274,7 +274,10 @@ def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """Write zeros beyond each row's length, so that no gradient passes a step that did not run."""
+    """Return `values` [B, T, ...] with zeros beyond each row's length.
+
+    So no gradient passes a step that did not run.
+    """
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
@@ -294,7 +297,10 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """Sum over batch and time, [M, N], from the products' gradient [B, T, M] and their operand [B, T, N]."""
+    """Return the gradient of a weight [M, N], summed over batch and time.
+
+    `grad` [B, T, M] is the gradient of the products, and `operand` [B, T, N] is the other factor of the products.
+    """
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 
 

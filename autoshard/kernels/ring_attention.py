@@ -66,7 +66,7 @@ class Ring:
 
     Args:
         dropout_p, is_causal, scale, site, global_shape: arguments of `autoshard::attention`.
-        offset: global index of the score of the rank's first query and the first of all keys.
+        offset: global index [b, h, s, t] of the score of the rank's first query with the first key of all ranks.
         index: the rank's number within the ring.
         starts: for each rank, the global position of its first key.
         lengths: for each rank, the number of its keys.
@@ -90,7 +90,10 @@ class Ring:
         return len(self.starts)
 
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
-        """Start to send pieces [B, H, T, ...] to the next rank and to receive the previous rank's pieces."""
+        """Start to send pieces [B, H, T, ...] to the next rank and to receive the previous rank's pieces.
+
+        The generator returns tensors in transit, for `wait_for_pieces`.
+        """
         if not tensors:
             return ()
         rows = tensors[0].shape[0]
@@ -147,7 +150,7 @@ class Ring:
 
     @staticmethod
     def _neighbours(rank: int) -> tuple[int, int]:
-        """Return the numbers of the two blocks that make up a rank's consecutive piece."""
+        """Return the numbers of the two consecutive blocks that a rank has before and after the ring."""
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
@@ -158,7 +161,7 @@ class Ring:
     ) -> Travelling:
         """Exchange half pieces [B, H, S / 2, ...] among all ranks, and return this rank's new pieces.
 
-        `before` and `after` map a rank to the numbers of the two blocks that it has, and gets.
+        `before` maps a rank to the numbers of the two blocks that it has, and `after` to those that it gets.
         """
         ranks = range(self.ranks)
         target, source = ({block: rank for rank in ranks for block in of(rank)} for of in (after, before))
@@ -182,7 +185,7 @@ def wait_for_pieces(pending: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *constants: Any) -> Steps:
-    """Yield one rank's exchanges of `ring_attention`, and return its results. `constants` are the fields of `Ring`."""
+    """Yield one rank's exchanges of `ring_attention`, and return out and lse. `constants` are the fields of `Ring`."""
     ring, dtype = Ring(*constants), q.dtype
     out, lse = empty_results(q, v)
     out, lse = out.to(accumulation_dtype(dtype)).zero_(), lse.fill_(-math.inf)
@@ -207,7 +210,10 @@ def backward_steps(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     seed: Tensor | None, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """Yield one rank's exchanges of `ring_attention_backward`. `constants` are the fields of `Ring`."""
+    """Yield one rank's exchanges of `ring_attention_backward`, and return the gradients of q, k and v.
+
+    `constants` are the fields of `Ring`.
+    """
     ring = Ring(*constants)
     if ring.is_paired:
         grad_out, q, k, v, out, lse = yield from ring.to_pairs(grad_out, q, k, v, out, lse)
@@ -242,7 +248,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _columns(mask: Tensor | None, call: _HopCall) -> Tensor | None:
-    """Return the mask's columns for the keys of `call`, with four dims of which each may be 1."""
+    """Return the mask's columns for the keys of `call`, as a tensor of four dims, each of which may have size 1."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]

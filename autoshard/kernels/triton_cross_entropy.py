@@ -113,7 +113,7 @@ def cross_entropy_backward_kernel(
 ):
     """Write the gradient of a tile of logits.
 
-    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be the same.
+    grad_loss_ptr, target_ptr and lse_ptr are [rows]. logits_ptr and grad_ptr are [rows, columns], and may be equal.
     They have the classes from `first` on. All chunks together have `classes` classes.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -57,7 +57,13 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of an operator: its arguments, with a `Ref` in place of each tensor, and its result's `value`."""
+    """One call of an operator.
+
+    Args:
+        target: the operator.
+        args, kwargs: the arguments, with a `Ref` in place of each tensor.
+        value: shape, strides and dtype of the result.
+    """
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -84,7 +90,10 @@ class GroupStep:
 class Group:
     """The operators of a generated kernel. Two groups are equal if their `text` is equal.
 
-    Each of `steps` reads operands and results of earlier steps. `results` are the numbers of the returned values.
+    Args:
+        operands: shape, strides and dtype of each operand.
+        steps: calls of operators. Each step reads operands and results of earlier steps.
+        results: the numbers of the values that the kernel returns.
     """
 
     operands: tuple[ValueShape, ...]
