@@ -37,6 +37,7 @@ class HaloWindow:
         dim: the dim in operand and result, a negative index from the end.
         size: the number of elements of the operand's dim.
         count: the number of windows, which is the size of the result's dim.
+        kernel, stride, padding, dilation: the operator's options for this dim.
         is_plain: whether all windows are computed in the same way, even those that reach into padding.
     """
 
@@ -104,7 +105,7 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """Size of the smallest piece from which a neighbour can take its halo, in elements of the factor, or 0."""
+        """Least number of elements of the factor in a piece from which a neighbour takes its halo; 0 without a halo."""
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:
@@ -145,23 +146,26 @@ def sliding(
 
 
 def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
-    """Return an option as a tuple with one number for each of `space` dims."""
+    """Return an operator's option, one number or a number for each dim, as a tuple of `space` numbers."""
     listed = (option,) if isinstance(option, int) else tuple(option)
     return listed * space if len(listed) == 1 else listed
 
 
 def stride_factors(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """Return the sizes of the windows' factors s, the strides, by factor. No factor s can be split."""
+    """Return the size of the factor s of each window that fits, which is the stride, by the factor's name.
+
+    No factor s can be split.
+    """
     return {window.stride_factor: window.stride for window in windows if window.fits}
 
 
 def window_factors(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """Return the windows' factors o, which can only be split evenly."""
+    """Return the names of the factors o of the windows that fit. These factors can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
 def exchanged(halos: Sequence[Halo]) -> dict[str, int]:
-    """Return `Rule.exchanged` for these halos: the smallest piece that a rank may hold of each factor."""
+    """Return `Rule.exchanged` for these halos: from a factor to the least number of its elements in a piece."""
     return {halo.factor: halo.least for halo in halos if halo.least}
 
 
@@ -171,7 +175,10 @@ def split_halos(context: LocalContext, halos: Sequence[Halo]) -> list[Halo]:
 
 
 def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo]) -> list[int]:
-    """Return the padding argument for each of `space` spatial dims, with 0 for dims that `halos` extends."""
+    """Return the padding with which a rank calls the operator, one number for each of `space` spatial dims.
+
+    It is 0 for dims that `halos` extends, because halos include padding. The other dims keep `padding`.
+    """
     extended = {halo.dim + space for halo in halos}
     return [0 if dim in extended else amount for dim, amount in enumerate(each(padding, space))]
 
@@ -247,8 +254,9 @@ def _swap(
 ) -> tuple[Any, Any]:
     """Exchange strips of a piece with both neighbours, and return the strips from the left and the right neighbour.
 
-    The strips have `sizes` elements. A rank without a neighbour on one side has `fill` there. An empty strip is None.
-    One all-gather moves both strips, because other collectives would need other shapes at the ends of the dim.
+    The returned strips have `sizes[0]` and `sizes[1]` elements. An empty strip is None. At an end of the dim, `fill`
+    replaces the missing neighbour's elements. One all-gather moves both strips, because other collectives would need
+    other shapes at the ends of the dim.
     """
     sent = [strip for strip in (to_right, to_left) if strip is not None]
     if not sent:

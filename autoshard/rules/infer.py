@@ -90,9 +90,9 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
         The rule. Dims that cannot be split are `_`.
 
     Raises:
-        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or refuses sampled
-            operands.
-        OperatorError: `operator` is no operator or has a written rule, or the operator refuses the sample.
+        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or raises an error for
+            drawn operands.
+        OperatorError: `operator` is no operator, has a written rule, or raises an error for the sample.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
@@ -124,7 +124,10 @@ _cases: dict[Any, list[_Case]] = {}
 
 
 def _rule_function(operator: Any) -> Any:
-    """Return the rule function of an operator with inferred rules, with even splits: inference does not try padding."""
+    """Return the rule function of an operator with inferred rules.
+
+    Inferred rules only allow even splits, because inference does not try padding.
+    """
 
     def inferred(*args: Any, **kwargs: Any) -> Rule | None:
         kind = _kind_of_call(operator, args, kwargs)
@@ -242,7 +245,10 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 
 
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """Return each result's outcomes that held in all trials; none unless `tie` was split at two different sizes."""
+    """Return, for each result, the outcomes that hold in all trials if the dims `tie` are split.
+
+    The operands `added` are cut into addends. All sets are empty unless `tie` was split at two different sizes.
+    """
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
         for x in trials[0].results
@@ -266,7 +272,7 @@ def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Se
 
 
 def _piece_counts(size: int) -> list[int]:
-    """Return those of the numbers of pieces 2, 3 and `size` that divide `size` and are at most 8."""
+    """Return the numbers of pieces to try for a factor of this size: the divisors among 2, 3 and `size`, up to 8."""
     return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
 
 
@@ -286,7 +292,10 @@ def _cut(
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether the results `parts` (None: the operator refused) make up `whole` in the way `outcome`."""
+    """Whether the results `parts` of the pieces make up the result `whole` in the way `outcome`.
+
+    A part is None if the operator raised an error for the piece.
+    """
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
         return False
@@ -374,8 +383,8 @@ def _result_dim(
 ) -> tuple[str, ...]:
     """Return the factors of dim `dim` of result `index`. `owner` is the found factor along the dim, with its name.
 
-    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. A dim without an
-    owner is blocked, or has no factor if its size is one in all trials.
+    If the dim is larger than the factor in some trial, a blocked minor factor `_` follows the name. Without an owner,
+    the dim is blocked, or has no factor if its size is one in all trials.
     """
     sizes = [trial.results[index].shape[dim] for trial in trials]
     if owner is None:

@@ -125,7 +125,10 @@ class Sampler:
                 yield from self._drawn_trial(ties, scale)
 
     def _drawn_trial(self, ties: Sequence[TiedDims], scale: float | None) -> Iterator[Trial]:
-        """Yield at most one trial. Sizes are first drawn small, then as multiples of the sample's sizes."""
+        """Yield a trial with drawn sizes and values, or no trial if the operator accepts none of the draws.
+
+        The first draws have small sizes, and the last draws have multiples of the sample's sizes.
+        """
         for draw_size in (self._small_size, self._small_size, self._multiple, self._multiple):
             trial = list(self._trial(self.draw({tie: draw_size(tie) for tie in ties}, scale)))
             if trial:
@@ -138,7 +141,10 @@ class Sampler:
             yield Trial(tuple(operands), tuple(results))
 
     def _small_size(self, tie: TiedDims) -> int:
-        """Draw a small size, or a multiple of the sample's size if the sample has integers, which may index the dim."""
+        """Draw a small size for the dims `tie`.
+
+        If the sample has integers, which may index the dims, draw a multiple of the sample's size instead.
+        """
         if any(not _is_float(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
@@ -195,7 +201,10 @@ def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are equal up to rounding, relative to each element plus a far smaller part of the largest."""
+    """Whether two results are equal up to rounding.
+
+    A float may differ by a small share of itself plus a far smaller share of the largest element.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not _is_float(expected):
@@ -207,7 +216,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def is_additive(x: Tensor) -> bool:
-    """Whether partial sums of `x` can be drawn and compared."""
+    """Whether `x` has floats or complex numbers, so that random addends of `x` can be drawn and compared."""
     return _is_float(x)
 
 

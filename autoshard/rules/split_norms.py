@@ -173,7 +173,7 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """Emit dx as in the module's formula, given `weighted` g w and `normal` n.
+    """Emit dx as in the module's formula, where `weighted` is g w, and `normal` is n.
 
     `over` has the dims of a row, their factors, and the number of elements of a row over all ranks.
     """
