@@ -174,10 +174,7 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 
 def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return `carries` if `x` has floats or complex numbers, else no carries.
-
-    Products of integers wrap round, and an integer zero has no sign.
-    """
+    """Return `carries` unless `x` has integers, whose products wrap round, and whose zero has no sign."""
     return _if(x.is_floating_point() or x.is_complex(), carries)
 
 

@@ -197,10 +197,7 @@ def _is_boolean(x: torch.Tensor) -> bool:
 
 
 def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Return `carries` if `x` is boolean, else no carries.
-
-    `any` and `all` compare numbers with zero, and so lose their order.
-    """
+    """Return `carries` if `x` is boolean, else none: `any` and `all` compare numbers with 0, and lose their order."""
     return carries if _is_boolean(x) else []
 
 
@@ -291,10 +288,7 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Return the rule of `aminmax`. If the reduced dims have size one, both results are the operand.
-
-    Then partial values of any kind pass.
-    """
+    """Return the rule of `aminmax`. If reduced dims have size one, both results are the operand, and may be partial."""
     is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
     carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
@@ -349,10 +343,7 @@ sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
-    """Return the rule of a log-sum-exp. Dims of integers are only split evenly.
-
-    The reason is that no integer in padding leaves the result unchanged.
-    """
+    """Return the rule of a log-sum-exp. It splits integers only evenly, as no integer in padding keeps the result."""
     carries = _of_one(x, dim)
     if x.is_complex():
         return _over_whole(x, dim, keepdim, carries=carries)

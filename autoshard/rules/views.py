@@ -150,10 +150,7 @@ class _Side:
         self._advance()
 
     def take_rest(self, sizes: dict[str, int]) -> int:
-        """Make the remainder of the current dim a factor of its own, and return its size.
-
-        `sizes` gets the new factor's size.
-        """
+        """Make the remainder of the current dim a factor of its own, write its size into `sizes`, and return it."""
         size, name = self.left, f"{self._rest}{len(sizes)}"
         sizes[name] = size
         self.take(name, size)
@@ -166,10 +163,7 @@ class _Side:
 
 
 def _skip_to_meeting(sides: tuple[_Side, _Side], sizes: dict[str, int]) -> None:
-    """Give both shapes blocked factors (`rest...`) until the factors cover the same number of elements on both sides.
-
-    The sizes of the new factors are written into `sizes`.
-    """
+    """Give both shapes factors `rest...` of their own until these cover the same number of elements on both sides."""
     covered = [side.take_rest(sizes) for side in sides]
     while covered[0] != covered[1]:
         behind = 0 if covered[0] < covered[1] else 1
