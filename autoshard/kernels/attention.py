@@ -178,7 +178,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse). A row that is masked throughout (lse = -inf) becomes 0."""
+    """Return exp(scores - lse), with rows of 0 for queries that are masked throughout (lse = -inf)."""
     lse = lse.to(scores.dtype)
     return torch.exp(scores - torch.where(lse == -_INFINITY, _INFINITY, lse).unsqueeze(-1))
 
@@ -276,7 +276,7 @@ def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
 
 
 def in_row_major_layout(x: Tensor) -> Tensor:
-    """Return `x` [B, H, S, D], copied if needed, with row-major memory [B, S, H, D]."""
+    """Return `x` [B, H, S, D], copied if needed, with the memory of a contiguous tensor [B, S, H, D]."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 

@@ -86,8 +86,8 @@ class Route:
     def send_back(self, *tensors: Tensor) -> Travelling:
         """Start to send rows back to the ranks of their tokens.
 
-        Each of `tensors` has a row for each received row, sorted by expert. The generator returns tensors in
-        transit. Their rows arrive in the order `order` of the receiving rank.
+        Each of `tensors` has a row for each row that this rank received, sorted by expert. The generator returns
+        tensors in transit. A rank gets back the rows of its own tokens, in the order `order` of its route.
         """
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
         del tensors
@@ -97,8 +97,8 @@ class Route:
 def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
     """Exchange the numbers of rows between ranks, and return them in the host's memory as [2, ranks, held].
 
-    Each rank holds `held` experts. The first entry [0, r, e] counts rows from this rank to expert e of rank r. The
-    second entry [1, r, e] counts rows from rank r to expert e of this rank.
+    `groups` has this rank's assignments, and each rank holds `held` experts. The first entry [0, r, e] counts rows from
+    this rank to expert e of rank r. The second entry [1, r, e] counts rows from rank r to expert e of this rank.
     """
     counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
     ones = [1] * counts.shape[0]

@@ -72,7 +72,7 @@ class ExpertGroups:
         return out
 
     def gradients(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the matrix product left^T right of each expert's rows, [E, M, N].
+        """Return left^T right for each expert's rows, as a tensor [E, M, N].
 
         `left` [R, M] and `right` [R, N] have sorted rows. If `left` has the rows given to `products`, and `right` the
         gradient of the products, the result is the gradient of the matrices.
@@ -236,8 +236,8 @@ class ExpertWeights:
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Return the sum of each token's rows, [T, H].
 
-    An assignment is a token and one of its k experts, with number t k + j. `rows` [R, H] are results of the assignments
-    `order` [R]. `index` [T, k] is read for its shape only.
+    An assignment is a token and one of its k experts, with number t k + j. Row r of `rows` [R, H] is the result of the
+    assignment with number order[r]. `index` [T, k] is read for its shape only.
     """
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
@@ -247,7 +247,10 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """Return zeros of the shape of `index` [T, k], with values[r] at the assignment number order[r] = t k + j."""
+    """Return a tensor of the shape of `index` [T, k] with values[r] at the assignment number order[r] = t k + j.
+
+    It is zero at assignments that are not in `order`.
+    """
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
 
@@ -333,7 +336,7 @@ def fake_experts_backward(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, *_: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return empty gradients of x, weights, gate_up, gate_up_bias and down, each of its operand's shape and dtype."""
+    """Return empty gradients of x, weights, gate_up, gate_up_bias and down, like these operands in shape and dtype."""
     operands = (x, weights, gate_up, gate_up_bias, down)
     return tuple(None if operand is None else operand.new_empty(operand.shape) for operand in operands)
 

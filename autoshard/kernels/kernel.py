@@ -36,7 +36,7 @@ class ExampleCompilation:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The name of the `@triton.jit` function."""
         return self.function.fn.__name__
 
 
@@ -84,7 +84,7 @@ class Form:
     dims: int | None = None
 
     def may_yield(self, like: Tensor) -> bool:
-        """Whether `like` can be the first result: a float tensor with the right number of dims."""
+        """Whether `like` can be the first result of the form: a float tensor with `dims` dims."""
         return like.is_floating_point() and like.dim() > 0 and self.dims in (None, like.dim())
 
     @property

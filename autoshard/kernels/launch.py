@@ -24,7 +24,7 @@ _TILE_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of rows and columns that one Triton program computes with `num_warps` warps. All are powers of two."""
+    """The rows and columns that one Triton program computes together, with `num_warps` warps. All are powers of 2."""
 
     rows: int
     columns: int
@@ -78,7 +78,7 @@ def refuse_columns(columns: int) -> str | None:
 
 
 def require(name: str, reason: str | None) -> None:
-    """Raise `KernelError` for the kernel `name` unless `reason`, an answer of a `why_not` function, is None."""
+    """Raise `KernelError` for the kernel `name` if `reason`, the answer of a `why_not` function, is not None."""
     if reason is not None:
         raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 

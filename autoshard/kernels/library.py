@@ -131,7 +131,7 @@ def refuse_derivative(overload: torch._ops.OpOverload, computation: str) -> None
 
 
 def composite_of(overload: torch._ops.OpOverload) -> Composite:
-    """Return the composite that `differentiate` was given: the operator's results by differentiable operators."""
+    """Return the composite that `differentiate` was given for an operator."""
     return _COMPOSITES[overload]
 
 

@@ -218,7 +218,7 @@ def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
 
 @cache
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch's own attention would try cuDNN first: on Hopper and Blackwell, with cuDNN 9.15 or later."""
+    """Whether torch's own attention tries cuDNN first on `device`: Hopper or Blackwell, with cuDNN 9.15 or later."""
     if not torch.cuda.is_available() or torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     version = torch.backends.cudnn.version()

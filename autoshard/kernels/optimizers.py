@@ -243,7 +243,7 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _UpdateTwins:
-    """Three operators for one update: functional, in place, and in place for many parameters in one call."""
+    """The three operators of one update: functional, in place, and in place for many parameters in one call."""
 
     functional: OpOverload
     in_place: OpOverload

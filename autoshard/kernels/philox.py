@@ -115,7 +115,7 @@ def keep_scale(p: float) -> float:
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a product of two 32 bit words. int64 wraps, and keeps all 64 bits."""
+    """Return the high and the low word of a product of two 32 bit words, whose 64 bits an int64 keeps."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 

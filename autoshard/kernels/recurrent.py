@@ -246,18 +246,24 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """Return the indices of time steps in the order of execution."""
+    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution, from the last if `reverse`."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """Stack the values of time steps, given in the order of execution, to [B, T, ...]."""
+    """Return the values of time steps as a tensor [B, T, ...] in the order of time, with the dtype of `like`.
+
+    `steps` has the values in the order of execution.
+    """
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each step from the state after each step, both [B, T, ...]. `first` is [B, ...]."""
+    """Return the state before each step, given the state after each step, both [B, T, ...].
+
+    `first` [B, ...] is the state before the first executed step.
+    """
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
         return torch.cat((states[:, 1:], first), dim=1)

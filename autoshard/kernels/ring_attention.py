@@ -104,9 +104,9 @@ class Ring:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
     def calls(self, hop: int, queries: int) -> Iterator[_HopCall]:
-        """Yield the calls of attention that the rank computes at a hop, none if causality masks all keys.
+        """Yield the calls of attention that the rank computes at hop number `hop`, from 0.
 
-        `hop` counts from 0. `queries` is the number of the rank's queries.
+        There are no calls if causality masks all keys. `queries` is the number of the rank's queries.
         """
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
@@ -124,7 +124,7 @@ class Ring:
             yield _HopCall(slice(queries // 2, queries), keys, keys, False, self.offset)
 
     def attend(self, call: _HopCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None) -> Any:
-        """Return result and log-sum-exp of the queries `call.rows` over the keys `call.keys`."""
+        """Return out and log-sum-exp of `call`: attention of the queries `call.rows` to the keys `call.keys`."""
         operands = (q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call))
         return native_attention(*operands, seed, *self._constants(call))
 
@@ -132,7 +132,10 @@ class Ring:
         self, call: _HopCall, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
         lse: Tensor, seed: Tensor | None,
     ) -> Any:  # fmt: skip
-        """Return the share of `call` in the gradients of q, k and v. `out` and `lse` are results over all keys."""
+        """Return the addends of `call` to the gradients of q, k and v.
+
+        `out` and `lse` are the merged results over all keys of the ring.
+        """
         grad_out, q, out, lse = (tensor[:, :, call.rows] for tensor in (grad_out, q, out, lse))
         operands = (grad_out, q, k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call), out, lse)
         return native_attention_backward(*operands, seed, *self._constants(call))

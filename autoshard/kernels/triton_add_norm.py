@@ -208,7 +208,10 @@ def _narrow(like: Tensor, x: Any) -> Any:
 
 
 def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
-    """Return the gradient of a cast: `x` cast to `dtype`, with the arguments that autograd passes."""
+    """Return `x` cast to `dtype`, as autograd writes the gradient of a cast. `like` has the model's dtype.
+
+    If the model's dtype is float32, there is no cast, and `x` is returned.
+    """
     if like.dtype == torch.float32:
         return x
     return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)

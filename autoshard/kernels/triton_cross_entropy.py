@@ -133,7 +133,7 @@ def cross_entropy_backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The position of a chunk of logits: the number of its first class, and the number of classes in all chunks."""
+    """The position of a chunk of classes: the number of its first class, and the number of classes in all chunks."""
 
     first: int
     classes: int

@@ -75,7 +75,7 @@ def why_not_linear_cross_entropy_backward(
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
-    """Yield each chunk, the slice of its classes, and their logits, which the next chunk overwrites."""
+    """Yield each chunk of classes, its slice of `weight`, and its logits, in memory that the next chunk overwrites."""
     classes, depth = weight.shape
     size = chunk_classes(depth)
     memory = x.new_empty((len(x), size))
@@ -204,7 +204,10 @@ def _rows_backward(*, is_wide: bool) -> Form:
 
 
 def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """Return rows [B S, K] of hidden, and their logits [B S, C], which models reshape to [B, S, C] and back."""
+    """Return rows [B S, K] of hidden, and their logits [B S, C].
+
+    Models reshape the logits to [B, S, C] and back, and so do these calls.
+    """
     batch, length, rows, depth, classes = sizes
     x = _aten.reshape.default(hidden, [rows, depth])
     logits = _aten.mm.default(x, _aten.t.default(weight))

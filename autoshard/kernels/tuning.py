@@ -43,6 +43,7 @@ class Launch:
     """A launch of a kernel whose block sizes and warps are not yet chosen.
 
     Args:
+        kernel: the `@triton.jit` function.
         grid: maps all arguments by name, including block sizes, to the number of programs along each axis of the grid.
         device: the device of the tensors. The caller has made it the current device.
         arguments: the arguments that are not `constexpr`, in order.

@@ -44,13 +44,13 @@ class Key:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The key's fields as a dict that JSON can represent."""
+        """The key's kernel, facts and candidates as a dict that JSON can represent."""
         return {"kernel": self.kernel, **self.facts, "candidates": [str(choice) for choice in self.candidates]}
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A folder of tuned launch configurations, which is made when needed."""
+    """A folder of tuned launch configurations. It is made when a configuration is first written."""
 
     folder: Path
 

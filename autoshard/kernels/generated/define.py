@@ -179,13 +179,16 @@ def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """Add `parts` [chunks, rows] over the chunks in order, so that the sum is the same in each run."""
+    """Return value number `index` of a group, the sum of `parts` [chunks, rows] over the chunks.
+
+    The order of the addends is fixed, so the sum is the same in each run.
+    """
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """Return the device of the first operand that is no scalar, because a scalar may be on the host."""
+    """Return the device of the first operand with dims, because operands without dims may be on the host."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 

@@ -81,7 +81,10 @@ class GroupStep:
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
-        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`."""
+        """Call `target`, by default the step's operator, with `value_of(index)` in place of `Ref(index)`.
+
+        Return the result of the call.
+        """
         args = map_refs(self.args, value_of)
         return (target or self.target)(*args, **{name: map_refs(item, value_of) for name, item in self.kwargs})
 
@@ -124,7 +127,7 @@ class Group:
 
     @cached_property
     def text(self) -> str:
-        """A text that is equal for equal groups only, the same in every process. It tells 0.0 from -0.0."""
+        """A text that is equal for equal groups only, and equal in every process. It tells 0.0 from -0.0."""
         lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
         lines += [
             f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps
@@ -140,7 +143,7 @@ class Group:
 
 
 def map_refs(item: Any, value_of: Callable[[int], Any]) -> Any:
-    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also within tuples and lists."""
+    """Return an argument with `value_of(index)` in place of each `Ref(index)`, also inside nested tuples and lists."""
     if isinstance(item, Ref):
         return value_of(item.index)
     if isinstance(item, (tuple, list)):

@@ -123,7 +123,10 @@ class _Axes:
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Equate two lists of axes: split an axis that meets a smaller axis. Raise `NoLoopsError` if sizes differ."""
+        """Make two lists of axes equal, major to minor. An axis that meets a smaller axis is split into two axes.
+
+        Raise `NoLoopsError` if no such splits make the lists equal.
+        """
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:
             first, second = self._next(firsts), self._next(seconds)
@@ -186,7 +189,10 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Align dims at the last dim, as in broadcasting. An operand's dim of size 1 has no axis."""
+    """Equate the axes of an operand's dims with those of the result's dims, aligned at the last dim as in broadcasting.
+
+    An operand's dim of size 1 has no axis, and is skipped.
+    """
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
             axes.equate(before, after)

@@ -290,7 +290,7 @@ def kind_of(target: Any) -> IndexKind | None:
 
 
 def bound_arguments(step: GroupStep) -> dict[str, Any]:
-    """Return the value of each argument of a step's operator by the argument's name, including defaults."""
+    """Return the arguments of a step's call by name, with the operator's defaults for arguments that are not given."""
     parameters = step.target._schema.arguments
     bound = {parameter.name: parameter.default_value for parameter in parameters}
     bound.update(zip((parameter.name for parameter in parameters), step.args, strict=False))

@@ -132,9 +132,10 @@ def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """Return the value numbers of the group's reductions if all may be split, else an empty tuple.
+    """Return the value numbers of the group's reductions if all of them may be split into chunks, else an empty tuple.
 
-    A reduction may be split if it is a sum of floats, it is a result stored row by row, and no step reads it.
+    A reduction may be split under three conditions. It is a sum of floats. It is a result of the group, stored row by
+    row. No step reads it.
     """
     read = {index for step in group.steps for index in step.operands}
     found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
@@ -255,7 +256,10 @@ class _KernelSource:
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
-        """Return the expression of value number `index`. An operand's load is written before its first use."""
+        """Return the Triton expression of value number `index`.
+
+        For an operand that the kernel has not read yet, also write the line that loads the operand.
+        """
         if index not in self.texts:
             name, triton_type = self.names[index], TRITON_TYPES[self.group.values[index].dtype]
             place, mask = self._place(index)
