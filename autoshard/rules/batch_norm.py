@@ -115,7 +115,10 @@ def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtyp
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """Dtypes of the operand `x`, of statistics saved for the backward, and of running statistics (`held`, or None)."""
+    """Dtypes of a batch norm: of the operand `x`, of statistics `saved` for the backward, and of running statistics.
+
+    `held`, the dtype of running statistics, is None if there are none.
+    """
 
     x: torch.dtype
     saved: torch.dtype

@@ -111,7 +111,7 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def through_conversion(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
-    """Return carries of maxima, minima and products through an operand that is converted between dtypes.
+    """Return carries of maxima, minima and products through operand number `operand`, which the call converts.
 
     Conversion keeps the order, except to booleans, and to integers that may wrap round. Conversion keeps products where
     it keeps sums, except from complex numbers to real numbers.

@@ -24,7 +24,7 @@ BLOCKED: tuple[str, ...] = ("_",)
 
 
 def named(ndim: int, prefix: str = "d") -> Dims:
-    """Return `ndim` dims with one factor each, named `d0, d1, ...` for the prefix "d"."""
+    """Return `ndim` dims with one factor each, named `d0, d1, ...` if `prefix` is "d"."""
     return tuple((f"{prefix}{dim}",) for dim in range(ndim))
 
 
@@ -63,7 +63,7 @@ def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tupl
 
 
 def without(dims: Dims, removed: Collection[int], *, keepdim: bool = False) -> Dims:
-    """Return `dims` less the dims at the positions `removed`; with `keepdim`, dims of size one replace them."""
+    """Return `dims` less the dims at the positions `removed`. With `keepdim`, dims of size one stay in their places."""
     if keepdim:
         return tuple(ONE if position in removed else dim for position, dim in enumerate(dims))
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)

@@ -88,7 +88,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
 
 
 def axis_choices(rule: BoundRule) -> list[Choice]:
-    """Return all choices that a single mesh axis has for a call."""
+    """Return all choices of a single mesh axis for a call: nothing (None), a `Split` or a `Carry`."""
     together = (Split(first, tuple(others)) for first, *others in rule.together)
     return [None, *(Split(factor) for factor in rule.splittable), *together, *_carries(rule)]
 
@@ -147,7 +147,10 @@ def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], ca
 
 
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
-    """Whether each operand and result has at most one kind of pending reduction: reductions do not commute."""
+    """Whether each operand and result has at most one kind of pending reduction, because reductions do not commute.
+
+    `splits` has the axes of each split factor, and `carried` has the carry of each axis with a carry.
+    """
     for output in range(len(rule.outputs)):
         reductions = {carry.result(output) for carry in carried.values()} - {None}
         reductions |= {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}

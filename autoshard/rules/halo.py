@@ -77,12 +77,15 @@ class HaloWindow:
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """The factors of the operand's dim: o and s, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the operand's dim: `factor` and `stride_factor`.
+
+        If the dim does not fit, it has a factor that cannot be split.
+        """
         return (self.factor, self.stride_factor) if self.fits else BLOCKED
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The factors of the result's dim: o, or a factor that cannot be split if the dim does not fit."""
+        """The factors of the result's dim: `factor`, or a factor that cannot be split if the dim does not fit."""
         return (self.factor,) if self.fits else BLOCKED
 
 
@@ -184,14 +187,17 @@ def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo
 
 
 def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: float) -> Any:
-    """Emit the extension of a rank's piece by the halos of several dims, in order; return the extended piece."""
+    """Emit calls that extend a rank's piece by the halos of several dims, in order, and return the extended piece."""
     for halo in halos:
         value = extend(context, value, halo, fill)
     return value
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """Emit the backward of `extend_all`, in reverse order; return the gradient of the rank's own piece."""
+    """Emit the backward of `extend_all`, and return the gradient of the rank's own piece.
+
+    `value` is the gradient of the extended piece. Dims are folded in reverse order.
+    """
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value
@@ -240,7 +246,7 @@ def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
 
 
 def _narrow(context: LocalContext, value: Any, halo: Halo, start: int, length: int) -> Any:
-    """Emit a slice of `length` elements of the halo's dim from `start` on; return None for length 0."""
+    """Emit a slice of `value` along the halo's dim: `length` elements from `start` on. For length 0, return None."""
     return context.call(aten.narrow.default, value, halo.dim, start, length) if length else None
 
 

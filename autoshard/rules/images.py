@@ -62,7 +62,7 @@ def _resample_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
-    """Emit the backward with the local shape as `input_size`, because this argument includes batch and channels."""
+    """Emit the backward with the rank's local shape as `input_size`, because this shape includes batch and channels."""
     return context.default(grad, output_size, context.output_shape(), *rest)
 
 

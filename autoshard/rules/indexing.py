@@ -170,7 +170,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
 
 
 def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the dims of a call in which no dim may be split, and whose result has the shape of the first operand."""
+    """Return dims of operands and result that cannot be split. The result has the dims of the first operand."""
     dims = tuple(all_blocked(operand.dim()) for operand in operands)
     return dims, dims[:1]
 
@@ -390,7 +390,10 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def _indexed_dims(indices: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the dims of the operand that the index tensors cover, ascending. A mask covers as many dims as it has."""
+    """Return the dims of the operand that `indices` select from, ascending.
+
+    A tensor of integers selects from one dim. A mask selects from as many dims as it has.
+    """
     found: list[int] = []
     dim = 0
     for index in indices:

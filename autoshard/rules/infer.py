@@ -161,7 +161,10 @@ def _kind_of_tensor(x: Tensor) -> str:
 
 
 def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether operands have these shapes under an inferred rule: one size per factor, and size one without a factor."""
+    """Whether operands of these shapes fit an inferred rule.
+
+    All dims with one factor must have one size, and dims without a factor must have size one.
+    """
     assert isinstance(rule.notation, str)
     operands, _ = parse(rule.notation)
     sizes: dict[str, set[int]] = {"1": {1}}
@@ -172,7 +175,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """Return, without registering it, the sharding rule of an operator that works on all draws."""
+    """Return the sharding rule of an operator that works on all drawn operands. The rule is not registered."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -279,7 +282,10 @@ def _piece_counts(size: int) -> list[int]:
 def _cut(
     sampler: Sampler, tie: TiedDims, added: frozenset[int], trial: Trial, pieces: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of each piece: sliced along dims of `tie`, cut into addends if in `added`, or whole."""
+    """Yield, for each of `pieces` pieces, the operands with which to run the call.
+
+    Operands are sliced along the dims of `tie`, or cut into addends if in `added`. All other operands are whole.
+    """
     split: list[Sequence[Tensor]] = []
     for index, operand in enumerate(trial.operands):
         parts: Sequence[Tensor] = [operand] * pieces
@@ -331,9 +337,10 @@ def _best(tie: TiedDims, index: int, found: set[Outcome], reduction: str, trials
 
 
 def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
-    """Return the factors that fit into one rule, earlier factors first.
+    """Return the factors that fit into one rule. If two factors conflict, only the earlier one is returned.
 
-    Two factors must not claim the same result dim, and all reduced factors must need the same operands as addends.
+    Two factors must not be concatenated along the same result dim. All reduced factors must need the same operands as
+    addends.
     """
     kept: list[FoundFactor] = []
     for factor in factors:
@@ -346,7 +353,7 @@ def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
 
 
 def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
-    """Return the rule with these factors, and with the linearity that holds in all trials."""
+    """Return the rule with the found `factors`, and with all linearity of the results that holds in all trials."""
     names = {factor: _name(position) for position, factor in enumerate(factors)}
     operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
     results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))

@@ -124,9 +124,9 @@ def trilinear(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int],
     expand3: Sequence[int], sumdim: Sequence[int], unroll_dim: int = 1,
 ) -> Rule:  # fmt: skip
-    """Return the rule of a sum over `sumdim` of the product of three tensors.
+    """Return the rule of `_trilinear`, a sum over the dims `sumdim` of the product of three tensors.
 
-    `expand1` to `expand3` are the dims in which the tensors get size one before the product.
+    `expand1` to `expand3` are the dims in which the three tensors get size one before the product.
     """
     dims = named(a.dim() + len(expand1))
     operands = [

@@ -53,7 +53,7 @@ class LocalContext(Protocol):
         ...
 
     def pieces(self, factor: str) -> list[tuple[int, int]]:
-        """Return the global index of the first element, and the `real_size`, of each piece of `factor`, in order."""
+        """Return, for each piece of `factor` in order, the global index of its first element, and its `real_size`."""
         ...
 
     def input_shape(self, operand: int) -> list[int]:
@@ -77,11 +77,11 @@ class LocalContext(Protocol):
         ...
 
     def all_gather(self, value: Any, factor: str) -> Any:
-        """Emit an all-gather over the ranks that split `factor`: their values in order, stacked on a new dim 0."""
+        """Emit an all-gather of `value` over the ranks that split `factor`, stacked in their order on a new dim 0."""
         ...
 
     def group(self, *factors: str) -> str | None:
-        """Return the axes that split all of `factors` at once, as a communicator's name ("data,model"), or None."""
+        """Return the axes that split all of `factors` at once, joined as in "data,model", or None if no axis does."""
         ...
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:

@@ -99,7 +99,7 @@ def _local_cross_entropy_backward(accumulation: torch.dtype) -> Any:
     ) -> Any:
         """Emit the gradient of the rank's logits, 0 for ignored targets.
 
-        It is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C).
+        For the logits x of C classes, it is grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C).
         """
         call = context.call
         if not context.is_split("c"):
@@ -168,7 +168,10 @@ def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
 def _local_nll_mean(
     context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """Emit mean loss and total weight: reduce the sum of losses and the weights over all ranks, then divide."""
+    """Emit mean loss and total weight over all ranks.
+
+    Ranks all-reduce the sum of losses and the total weight, then divide.
+    """
     summed = context.default(x, target, weight, _SUM, ignore_index)
     loss, total = summed[0], summed[1]
     for factor in (f"r{dim}" for dim in range(3)):

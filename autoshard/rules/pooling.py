@@ -244,7 +244,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_sizes(context: LocalContext, windows: Sequence[HaloWindow], sizes: Sequence[int]) -> list[int]:
-    """Return the number of windows on each rank along each spatial dim."""
+    """Return the size of a rank's result along each spatial dim. `sizes` has the sizes of the whole result."""
     pairs = zip(windows, sizes, strict=True)
     return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
 

@@ -1,8 +1,8 @@
 """Finds the range of possible numbers of each value in a traced program.
 
 It is interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range ignores NaN. Floating-point
-parameters, buffers and inputs may be any number, infinities included. So may results of operators outside the table
-below.
+parameters, buffers and inputs may be any number, infinities included. Results of operators outside the table below may
+also be any number.
 
 A partial sum may pass a product only if the other factor is finite, and a quotient only if the divisor is not zero
 (`autoshard.rules.linearity`). The ranges say whether an operand is finite or nonzero.
@@ -54,7 +54,7 @@ def find_ranges(graph_module: fx.GraphModule) -> Ranges:
 
 
 def facts_of(node: fx.Node, ranges: Ranges) -> tuple[tuple[bool, bool], ...]:
-    """Return, for each tensor operand of a call, whether its range is finite, and whether the range excludes zero."""
+    """Return two bools for each tensor operand of a call: whether its range is finite, and whether it excludes zero."""
     return tuple((found.is_finite, found.excludes_zero) for found in map(ranges.__getitem__, _operands(node)))
 
 
@@ -69,7 +69,7 @@ def range_of_type(dtype: torch.dtype) -> Range:
 
 
 def range_of_values(values: torch.Tensor) -> Range:
-    """Return the range from the smallest to the largest number in a tensor; complex numbers count by magnitude."""
+    """Return the range of a tensor's numbers, or of their absolute values if they are complex. NaN is ignored."""
     numbers = values.abs().double() if values.is_complex() else values.double()
     numbers = numbers[~numbers.isnan()]
     if not numbers.numel():

@@ -90,7 +90,10 @@ def checked_operator(operator: Any) -> OpOverload:
 
 
 def as_overload(operator: Any) -> Any:
-    """Return an operator's only overload, and any other object unchanged. Raises `OperatorError` for several."""
+    """Return an operator's only overload, and any other object unchanged.
+
+    Raise `OperatorError` for an operator with several overloads.
+    """
     if isinstance(operator, CustomOpDef):
         return operator._opoverload
     if not isinstance(operator, OpOverloadPacket):
@@ -114,12 +117,12 @@ def author_of_rule(operator: Any) -> str | None:
 
 
 def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
-    """Record that an operator's rules, given as texts, were found by running the operator."""
+    """Record that the rules of `operator` were found by running the operator. `rules` has their notations as texts."""
     _inferred[operator] = rules
 
 
 def inferred_operators() -> dict[str, tuple[str, ...]]:
-    """Return the inferred rules, as texts, of each operator that has some, by the operator's name."""
+    """Return a dict from the name of each operator with inferred rules to these rules, as texts."""
     return {str(operator): rules for operator, rules in _inferred.items()}
 
 

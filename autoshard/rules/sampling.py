@@ -46,7 +46,7 @@ class SampledCall:
     places: tuple[int, ...]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Run the call with `operands`, and return its tensor results in order. Errors of the operator are raised."""
+        """Run the call with `operands`, and return its tensor results in order. Errors of the operator pass through."""
         leaves = list(self.leaves)
         for place, operand in zip(self.places, operands, strict=True):
             leaves[place] = operand
@@ -65,7 +65,7 @@ class SampledCall:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Whole operands that the operator accepts, with their results."""
+    """Whole operands that the operator accepts, with the operator's results."""
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -85,7 +85,10 @@ class Sampler:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
     def in_widest_type(self) -> Sampler:
-        """Return a sampler with float64 in place of floats, for less rounding, if the operator takes float64."""
+        """Return a sampler with floats converted to float64, so that rounding is smaller.
+
+        If the operator raises an error for float64, return this sampler.
+        """
         wide = tuple(map(_widened, self.sample))
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
@@ -118,7 +121,7 @@ class Sampler:
         return self.sample[dim[0]].shape[dim[1]]
 
     def trials(self, ties: Sequence[TiedDims], count: int) -> Iterator[Trial]:
-        """Yield a trial with the sample itself, then up to `count` trials for each scale of values."""
+        """Yield a trial with the sample itself, then up to `count` trials for each scale of drawn values."""
         yield from self._trial(self.sample)
         for scale in (None, *_NORMAL_SCALES):
             for _ in range(count):
@@ -156,7 +159,7 @@ class Sampler:
         return int(torch.randint(limit, (), generator=self.generator, device="cpu"))
 
     def draw(self, sizes: Mapping[TiedDims, int], scale: float | None) -> tuple[Tensor, ...]:
-        """Draw operands with the new `sizes` of ties; other dims keep their size.
+        """Draw operands. The dims of each tie in `sizes` get its new size, and other dims keep the sample's size.
 
         `scale` is the standard deviation of normal values. None draws values like those of the sample. Integers are
         always elements of the sample.

@@ -89,7 +89,7 @@ def total(context: LocalContext, value: Any, dims: Sequence[int], factors: Itera
 
 
 def log_sum_exp(context: LocalContext, of_pieces: Any, factors: Sequence[str]) -> Any:
-    """Emit the log-sum-exp of the whole, given the log-sum-exp l_i of each rank's piece.
+    """Emit the log-sum-exp of whole rows, given `of_pieces`, the log-sum-exp l_i of each rank's piece.
 
     It is m + log(sum_i exp(l_i - m)) with m = max_i l_i. An infinite m is replaced by 0.
     """
@@ -147,7 +147,7 @@ def moments(
 
 
 def without_padding(context: LocalContext, value: Any, factors: Iterable[str], operand: int = 0) -> Any:
-    """Emit zeros in the padding of `factors` in `value`, which has the dims of operand number `operand`."""
+    """Emit `value` with zeros in the padding of `factors`. `value` has the dims of operand number `operand`."""
     for factor in factors:
         if context.global_size(factor) % context.shards(factor):
             value = context.fill(value, operand, factor, 0)

@@ -126,7 +126,7 @@ def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, 
 
 
 class _Side:
-    """A shape while its factors are being found: each dim's factors so far, and the remainder of the current dim."""
+    """A shape while its factors are being found: the factors of each dim so far, and the rest of the current dim."""
 
     def __init__(self, shape: Sequence[int], rest: str) -> None:
         self._shape = shape
