@@ -53,7 +53,10 @@ def write_file(text: str) -> Path:
 
 
 def load_text(text: str, path: Path) -> ModuleType:
-    """Execute a program's generated source as a module. Tracebacks and Triton see `path` as the file of its lines."""
+    """Execute a program's generated source, and return the resulting module.
+
+    Tracebacks and Triton name `path` as the source's file, but the file is not read.
+    """
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     module = ModuleType(f"{_PACKAGE}.{path.stem}")
     module.__file__ = str(path)
