@@ -1,1 +1,3 @@
-"""Prove that padding of a program's inputs changes no element of its results outside their own padding."""
+"""Prove that padding of a program's inputs changes no clean element of its results, which are elements outside
+padding.
+"""
