@@ -1,3 +1,1 @@
-"""Prove that padding of a program's inputs changes no clean element of its results, which are elements outside
-padding.
-"""
+"""Prove that padding of a program's inputs changes no element of its results outside the results' own padding."""

@@ -149,9 +149,7 @@ class _Ruled:
         return self._is_zero(labels) or self._is_filled(labels)
 
     def _is_zero(self, labels: frozenset[Label]) -> bool:
-        """Whether elements in the padding of the reduced parts `labels` add only zeros to the clean part of the first
-        result.
-        """
+        """Whether the padding of the reduced parts `labels` adds only zeros to the clean part of the first result."""
         if any(self.bound.reduce.get(factor) is not Reduction.SUM for factor, _ in labels):
             return False
         found = self._operands(0, CLEAN, labels)
@@ -174,12 +172,10 @@ class _Ruled:
         return True
 
     def _operands(self, result: int, region: Region, labels: frozenset[Label]) -> list[PaddedContent]:
-        """Return the contents of the operands' elements from which `region` of result number `result` is computed, in
-        order.
+        """Return the content of each operand in the elements that `region` of result number `result` reads.
 
         A reduction reads several regions of an operand. `labels` selects one: the elements in the padding of the
-        reduced parts
-        `labels`, and in no padding of other reduced parts.
+        reduced parts `labels`, and in no padding of other reduced parts.
         """
         wanted = {self._label(self.bound.outputs[result], place) for place in region} | labels
         return [
@@ -240,8 +236,7 @@ class _Ruled:
         return not any(self._label(dims, place) in wanted for place in value.places)
 
     def _added_mask(self, found: Sequence[Sequence[PaddedContent]]) -> PaddedContent | None:
-        """Return the content of an added mask, as in `baddbmm(mask, q, k)` with finite products; None if the call adds
-        no mask.
+        """Return the content of a mask that the call adds to finite products, as `baddbmm` does; None without a mask.
 
         `found` has the contents of all operands, once for each set of padded reduced parts.
         """
@@ -253,12 +248,10 @@ class _Ruled:
         return found[0][added] if is_mask else None
 
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
-        """Whether all addends of `region` of a result are zero, because operands in which the call is linear are zero
-        there.
+        """Whether `region` of a result is zero, because operands in which the call is linear are zero in all addends.
 
         A member of `subsets` is a set of reduced parts. It stands for the addends that lie in the padding of exactly
-        these
-        parts.
+        these parts.
         """
         groups = [group for group in self.bound.linear if group]
         return any(

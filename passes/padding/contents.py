@@ -1,8 +1,7 @@
 """Bound the numbers that may be in a region of a padded tensor, and the numbers that operators compute from them.
 
 A region is the clean part of a padded tensor (the elements outside padding), or one part of its padding. The content
-of
-a region is an interval that contains its numbers, and whether all its numbers are finite. Parameters and inputs are
+of a region is an interval that contains its numbers, and whether all its numbers are finite. Parameters and inputs are
 assumed to be finite. Overflow is ignored: results are finite if the operator makes no infinity from finite numbers.
 """
 
@@ -219,8 +218,7 @@ def _or(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | Non
 
 
 def _other_than(neutral: float, node: fx.Node, given: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Return the content of `x` in a call such as `x & True`, where `neutral` is 1, or `x | False`, where `neutral` is
-    0.
+    """Return the content of `x` in a call such as `x & True` (`neutral` is 1) or `x | False` (`neutral` is 0).
 
     Return None for other calls.
     """

@@ -39,8 +39,9 @@ _UNBOUNDED = 2.0**62
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Return the padded value of `x[index, ...]`: dims of the broadcast index tensors, and the dims that are not
-    indexed.
+    """Return the padded value of `x[index, ...]`.
+
+    The result has the dims of the broadcast index tensors, and the dims of `x` that are not indexed.
     """
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
@@ -71,8 +72,7 @@ def _index(call: PaddedCall) -> Results:
 
 
 def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[PaddedContent, bool]:
-    """Return the content of an index tensor in a region of the result, and whether the region is the result's clean
-    part.
+    """Return the content of an index tensor in a region of the result, and whether the region is the clean part.
 
     The result's `rank` dims from number `first` on come from the index tensors.
     """
@@ -210,8 +210,9 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Return the padded values of a scan such as `cumsum`: elements depend only on earlier elements, and padding is
-    last.
+    """Return the padded values of a scan such as `cumsum`.
+
+    Padding changes no clean element: each element depends only on earlier elements, and padding comes last.
     """
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)

@@ -48,9 +48,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """Return the padded value of an `arange`: its clean part is the range of the exact program, and the rest is
-    padding.
-    """
+    """Return the padded value of an `arange`. Its clean part is the range of the exact program."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -72,8 +70,10 @@ def _arange(call: PaddedCall) -> Results:
 @padded_call(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, sizes=(1,))
 @padded_call(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _view(call: PaddedCall) -> Results:
-    """Return the padded value of a view that merges or splits dims; `ReachedError` if it splits a padded part of a
-    dim.
+    """Return the padded value of a view that merges or splits dims.
+
+    Raises:
+        ReachedError: the view splits a padded part of a dim.
     """
     (x,) = call.operands
     waiting = _waiting_parts(x)

@@ -1,9 +1,8 @@
 """A call with padding beside the same call without padding, and a table of functions by operator.
 
 A function of the table takes a call and returns the padded values of its results. It raises `ReachedError` unless
-clean
-parts of results (elements outside padding) equal the results without padding. Operators outside the table follow their
-sharding rules (`by_rule`).
+clean parts of results (elements outside padding) equal the results without padding. Operators outside the table follow
+their sharding rules (`by_rule`).
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class PaddedCall:
         """Raise `ReachedError` if gradients flow through a softmax that may have NaN weights in padding.
 
         A row whose scores are all -inf has NaN weights, and these give NaN gradients. `contents` bounds the scores or
-        weights in
-        padding. Infinities that the clean part has too are allowed.
+        weights in padding. Infinities that the clean part has too are allowed.
         """
         if (
             self.has_gradient

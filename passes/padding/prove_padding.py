@@ -3,10 +3,9 @@
 The padded program is the program of a call with padded inputs. The exact program is that of the same call without
 padding. Both are walked node by node. For each pair of nodes, the proof shows that the clean part of the padded value
 (its elements outside padding) is the exact value. The clean part must depend only on the clean parts of operands, by
-the
-same operator with the same numbers. The numbers in padding are bounded too, because masks, ignored targets and zeros
-depend on them. Then results have equal clean parts, for any parameters and inputs. Their gradients are equal too, as
-derivatives of equal functions.
+the same operator with the same numbers. The numbers in padding are bounded too, because masks, ignored targets and
+zeros depend on them. Then results have equal clean parts, for any parameters and inputs. Their gradients are equal
+too, as derivatives of equal functions.
 
 1. Two exact programs are traced, of the two shortest lengths that are padded to the same length. If a number depends
    on the length in another way than as a size (a divisor, a window, a branch), it differs between the programs.

@@ -35,8 +35,7 @@ class MemoryRow:
     """Bytes in use at a program point: `constant`, plus bytes of the chosen options, plus bytes of the chosen pairs.
 
     `variables` maps the index of a variable to bytes, [options]. `edges` maps the index of an edge to bytes, [options
-    of
-    `tail`, options of `head`].
+    of `tail`, options of `head`].
     """
 
     constant: float
@@ -84,8 +83,9 @@ class Assignment:
     limit: float = np.inf
 
     def cost_of(self, choice: Sequence[int]) -> float:
-        """Return the seconds of a choice: the costs of its options plus the costs of their pairs. Memory is
-        not checked.
+        """Return the seconds of a choice: the costs of its options plus the costs of their pairs.
+
+        Memory is not checked.
         """
         total = sum(float(cost[option]) for cost, option in zip(self.costs, choice, strict=True))
         return total + sum(float(edge.cost[choice[edge.tail], choice[edge.head]]) for edge in self.edges)

@@ -68,8 +68,9 @@ class DualState:
         self.messages = Messages(self.problem)
 
     def run(self, tolerance: float, rounds: int) -> None:
-        """Run up to `rounds` rounds. End early if the relative gap is within `tolerance`, or if rounds no
-        longer help.
+        """Run up to `rounds` rounds.
+
+        End early if the relative gap is within `tolerance`, or if rounds no longer help.
         """
         for _ in range(rounds):
             self.round()
@@ -125,8 +126,7 @@ class DualState:
         """Record a choice among `cuts`, and as `best` if it fits and is cheaper than the best so far.
 
         A choice of infinite cost is ignored. If the choice exceeds the memory limit, the program point of its peak
-        gets a
-        multiplier, up to `_POINTS_WEIGHED` points.
+        gets a multiplier, up to `_POINTS_WEIGHED` points.
         """
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
@@ -213,8 +213,9 @@ class DualState:
         return choice
 
     def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return changes of one option that save bytes in `row`, as (variable, new option), the cheapest per byte
-        first.
+        """Return changes of one option that save bytes in `row`, as (variable, new option).
+
+        The cheapest per byte is first.
 
         A variable has at most one change. Bytes saved beyond `wanted` do not count.
         """

@@ -2,13 +2,11 @@
 
 Each option of the combined choice occurs in some seen choice. A choice that is rounded from messages is good in some
 variables, but few rounded choices fit (`dual_search`). Options that all choices share are mostly right. A
-mixed-integer
-program decides the other variables:
+mixed-integer program decides the other variables:
 
 1. Allow the options of each variable that occur in any seen choice, and forbid its other options.
 2. Solve this reduced problem for choices that are cheaper than the best so far. Memory binds at few program points,
-and
-   these are not known in advance. If the solution exceeds the limit at some points, add their rows, and solve once
+   and these are not known in advance. If the solution exceeds the limit at some points, add their rows, and solve once
    more. Each solved problem is a relaxation of the reduced problem. So the first solution that fits is its optimum, as
    far as the solver's tree was searched.
 

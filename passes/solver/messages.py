@@ -20,8 +20,7 @@ class Messages:
     """The messages of one problem, whose costs include bytes of memory rows at a price that may change (`weigh`).
 
     Costs, tables of pairs and messages have entries only for options of finite cost. Choices in arguments and results
-    number
-    the options as the problem does.
+    number the options as the problem does.
     """
 
     def __init__(self, problem: Assignment) -> None:
@@ -50,8 +49,7 @@ class Messages:
         """Set the costs to the problem's costs plus weight times bytes of the given rows. Messages stay unchanged.
 
         A finite cost stands in for infinity. It is raised if bytes could otherwise make forbidden pairs cheaper than
-        allowed
-        pairs.
+        allowed pairs.
 
         Args:
             rows: program point to its memory row and weight, in seconds per byte. Rows of all other points have no
@@ -81,9 +79,7 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Return the entries of an edge's `costs` for allowed options, [earlier variable's options, later variable's
-        options].
-        """
+        """Return an edge's `costs` of allowed options, [earlier variable's options, later variable's options]."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
@@ -102,8 +98,9 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """Return each edge's costs with a finite number in place of infinity; edges with equal tables share
-        one array.
+        """Return each edge's costs, with a finite number in place of infinity.
+
+        Edges with equal tables share one array.
         """
         made: dict[tuple[int, ...], Floats] = {}
 
@@ -125,8 +122,7 @@ class Messages:
         """Return a choice of allowed options.
 
         In program order, each variable takes its cheapest option, given the earlier choices and the messages from
-        later
-        variables.
+        later variables.
         """
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
@@ -224,8 +220,7 @@ class _RaisedCosts:
     """Costs and tables of pairs, with a higher finite stand-in for infinity.
 
     Forbidden entries cost `raised_by` seconds more than the cap, which stood in for infinity before. Arrays that
-    variables
-    or edges shared before are shared here too.
+    variables or edges shared before are shared here too.
     """
 
     raised_by: float

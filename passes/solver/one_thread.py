@@ -16,8 +16,9 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread within this context or the decorated function. Afterwards, restore the number
-    of threads.
+    """Limit BLAS to one thread within this context or the decorated function.
+
+    Afterwards, restore the number of threads.
     """
     with _libraries().limit(limits=1, user_api="blas"):
         yield

@@ -1,19 +1,16 @@
 """Make an assignment smaller without losing its optimum.
 
 Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied
-until
-nothing changes. Neighbours are variables that share an edge.
+until nothing changes. Neighbours are variables that share an edge.
 
 1. *Dominated options.* Option `i` of a variable is removed if another option `j` costs no more, and needs no more
-memory
-   in any row. This must hold for each option alone, and for each option together with every option of every neighbour.
-   Option `i` is also removed if it is forbidden, alone or with every option of a neighbour, while another option is
-   allowed.
+   memory in any row. This must hold for each option alone, and for each option together with every option of every
+   neighbour. Option `i` is also removed if it is forbidden, alone or with every option of a neighbour, while another
+   option is allowed.
 2. *Elimination.* A variable is removed if no memory row mentions it and it has at most two neighbours. For each pair
-of
-   options of two neighbours, the variable's best option is known. Its cost moves onto the edge between the neighbours.
-   With one neighbour, the cost moves onto the neighbour's own cost; with none, into a constant. `Reduced.expand`
-   restores eliminated variables.
+   of options of two neighbours, the variable's best option is known. Its cost moves onto the edge between the
+   neighbours. With one neighbour, the cost moves onto the neighbour's own cost; with none, into a constant.
+   `Reduced.expand` restores eliminated variables.
 """
 
 from __future__ import annotations
@@ -34,8 +31,9 @@ _Decide = Callable[[list[int]], int]
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A reduced assignment, which may have no variables. The original optimum is its optimum plus `constant`
-    seconds.
+    """A reduced assignment, which may have no variables.
+
+    The original optimum is its optimum plus `constant` seconds.
     """
 
     problem: Assignment
@@ -45,8 +43,9 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return a choice for the original assignment: `choice` for its variables, the best options for eliminated
-        variables.
+        """Return a choice for the original assignment, from a choice for the reduced one.
+
+        Each eliminated variable takes its best option.
         """
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
@@ -222,8 +221,7 @@ class _State:
         """Record how `Reduced.expand` decides an eliminated variable.
 
         `position` takes original options of the decided variables. It returns the position of the best option among
-        the
-        variable's remaining options.
+        the variable's remaining options.
         """
         options = self.options[variable]
         self.eliminated.append((variable, lambda full: int(options[position(full)])))
@@ -266,8 +264,7 @@ def _undominated(profile: Floats) -> np.ndarray:
     """Return the sorted indices of the rows of `profile` that no other row dominates.
 
     A row is an option, and its columns are costs and bytes. A row is dominated if another row is nowhere larger. The
-    first
-    of several equal rows stays.
+    first of several equal rows stays.
     """
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))

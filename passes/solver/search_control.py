@@ -2,8 +2,7 @@
 
 Searches end by counted work (rounds, nodes of a tree, attempts), so every machine finds the same plan. The user's time
 budget is a ceiling over all searches for a plan. If the ceiling ends a search early, `Ceiling.has_cut` is set, because
-a
-faster machine may then find another plan.
+a faster machine may then find another plan.
 """
 
 from __future__ import annotations

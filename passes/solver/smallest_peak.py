@@ -3,8 +3,7 @@
 The peak is the maximum of the bytes in use over all program points. Minimising it is a game of two players: one picks
 the choice, the other picks weights of the points. In each round, message passing finds a choice whose weighted sum of
 bytes is small. Then points with many bytes gain weight (multiplicative weights; Arora, Hazan and Kale, 2012). The
-choice
-with the smallest peak so far is kept.
+choice with the smallest peak so far is kept.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def solve_milp(
 
     Args:
         control: receives the lower bound while the solver runs. If the control stops the solver, the best choice so
-            far
-            is returned, with the bound proven by then.
+            far is returned, with the bound proven by then.
         below: seconds; a choice that costs this much or more is not returned.
         effort: the relative gap and the amount of work at which the solver ends.
 
@@ -101,8 +100,7 @@ def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
     """Return a function that takes the solver's lower bound, and gives it plus `constant` seconds to `control`.
 
     The function returns whether the solver goes on. It does not report the solver's choice, because this may exceed
-    memory
-    rows that are not known yet. Without control, the result is None.
+    memory rows that are not known yet. Without control, the result is None.
     """
     if control is None:
         return None
@@ -256,8 +254,7 @@ class _Model:
         """Pass the solver's lower bound to `goes_on`, and interrupt the solver if the answer is False.
 
         HiGHS calls this in the main thread, so Python notices Ctrl-C. An exception must not pass through the solver's
-        code, so
-        `run` raises it after the solver has ended.
+        code, so `run` raises it after the solver has ended.
         """
         try:
             is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
@@ -351,8 +348,9 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """Return the group of each row, [rows]. Rows of one group are equal in all tables, and groups count up
-    by first row.
+    """Return the group of each row, [rows].
+
+    Rows of one group are equal in all tables, and groups count up by first row.
     """
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}
