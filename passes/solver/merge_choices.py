@@ -42,8 +42,7 @@ _ROUNDING = 1e-9
 
 
 def merge(state: DualState, tolerance: float) -> None:
-    """Combine the seen choices of a search into a cheaper choice that fits, and offer it to the search
-    (`state.offer`).
+    """Combine the seen choices of a search into a cheaper choice that fits, and record it (`state.offer`).
 
     Args:
         state: a search after rounds of message passing; its best choice may be None.
