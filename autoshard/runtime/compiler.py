@@ -35,9 +35,9 @@ class Compiler(Protocol):
         ...
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the values of tensors that a program's trace read are the same in these tensors.
+        """Whether the tensor values that a program's trace read are still the same. If not, the program must not run.
 
-        If not, the program must not run. `inputs` are the tensors among the call's arguments. `state` has the
-        parameters, buffers and seeds that guards read, by name.
+        `inputs` are the tensors among the call's arguments. `state` has the parameters, buffers and seeds that guards
+        read, by name.
         """
         ...

@@ -146,7 +146,7 @@ class Engine(Protocol):
         ...
 
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """Return a local value as a DTensor with the placements of `like`; as a global tensor if `like` is none."""
+        """Return a local value as a DTensor with the placements of `like`; if `like` is no DTensor, whole."""
         ...
 
     def adopt(self, model: nn.Module) -> None:

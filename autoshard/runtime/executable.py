@@ -131,7 +131,7 @@ class Executable:
 
     @property
     def stages(self) -> Mapping[int, Executable]:
-        """Number of a pipeline stage → its program, for the stages that this process runs.
+        """The programs of the pipeline stages that this process runs, by stage number.
 
         A program without stages is stage 0.
         """
@@ -154,7 +154,7 @@ class Executable:
         return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
 
     def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
-        """Return number of a stage → its forward's inputs among `tensors`, for the stages that this process runs.
+        """Return the inputs of each stage's forward among `tensors`, by stage number, for stages of this process.
 
         Inputs that another stage sends are left out.
         """
@@ -193,7 +193,7 @@ class Executable:
 
     @cached_property
     def traced_devices(self) -> Mapping[str, str]:
-        """Name of an input → the device type on which it was traced, such as "cpu"."""
+        """The device type on which each input was traced, such as "cpu", by the input's name."""
         traced = self.phased.lowered.traced
         names = {slot.node: slot.name for slot in traced.inputs if slot.kind is InputKind.INPUT}
         nodes = traced.graph_module.graph.find_nodes(op="placeholder")
@@ -216,7 +216,10 @@ class Executable:
 
     @cached_property
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
-        """Parameter or input → kind and name of each forward input that the backward reads for its gradient."""
+        """The forward inputs that the backward reads for each gradient, by the name of its parameter or input.
+
+        Each is given by its kind and name.
+        """
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
@@ -371,7 +374,7 @@ class Executable:
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether the backward can add gradients to sums while it runs."""
+        """Whether the backward, or the second half of a split backward, can add gradients to sums while it runs."""
         return self._adding_backward is not None
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:

@@ -134,9 +134,9 @@ def loss_of(executable: Executable) -> LocalSlot:
 
 
 def check_sums(phased: PhasedProgram) -> None:
-    """Raise `NotAvailableError` if micro-batches cannot add their gradients, because a gradient is no partial sum.
+    """Raise `NotAvailableError` if a gradient is a partial maximum, minimum or product.
 
-    A partial maximum, minimum or product is an example. Whole values and partial sums can be added.
+    Micro-batches add their gradients, which is right only for whole values and partial sums.
     """
     lowered = phased.lowered
     nodes = {node.name: node for node in lowered.graph_module.graph.nodes}

@@ -74,7 +74,7 @@ class Mark(NamedTuple):
 
 @lru_cache(8)
 def blocks_behind(seed: int) -> Mapping[int, int]:
-    """Return hash of a block → its number after the seed, for the known blocks. Block 0 is that of the seed."""
+    """Return a dict from the hash of each known block after a seed to its number. Block 0 is that of the seed."""
     generator = torch.Generator().manual_seed(seed)
     numbers: dict[int, int] = {}
     for number in range(_KNOWN_BLOCKS):

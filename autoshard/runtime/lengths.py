@@ -155,7 +155,7 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls. If there is no proof, return a warning to log."""
+        """Remember the proof for a kind of padded calls; if the search for it failed, return a warning to log."""
         self._known[kind] = proof
         if not proof.reason:
             return ()
@@ -193,9 +193,9 @@ class Lengths:
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 
     def _position(self, index: int) -> str:
-        """Return the name of positional argument `index`: its name in `forward`, or "input:2" for number 2.
+        """Return the name of positional argument number `index`: its name in `forward`, or a text such as "input:2".
 
-        The number is used if `padding` has it, or `forward` has no name for the argument.
+        The text is used if `padding` has it, or if `forward` has no name for the argument.
         """
         names = list(inspect.signature(self.model.forward).parameters)
         number = f"input:{index}"

@@ -86,12 +86,12 @@ class Members:
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Qualified name → parameter. A tied parameter is there under each of its names."""
+        """The parameters by qualified name. A tied parameter is there under each of its names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     @cached_property
     def names(self) -> Mapping[int, str]:
-        """`id` of a parameter → its first qualified name."""
+        """The first qualified name of each parameter, by the parameter's `id`."""
         return {id(parameter): name for name, parameter in reversed([*self.parameters.items()])}
 
     @cached_property

@@ -92,7 +92,7 @@ def lay_out_loaded_state(
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of state that an optimizer keeps for each byte of a float32 parameter: 2.0 for AdamW.
+    """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2.0 for AdamW, 0.0 for SGD.
 
     If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options.
     """

@@ -126,7 +126,7 @@ def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tenso
 def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.Parameter]]:
     """Within the context, `model` has meta tensors of global shape (outlines) in the place of its parameters.
 
-    Yield outline → parameter.
+    Yield a dict from each outline to its parameter.
     """
     own = [parameter for _, _, parameter in _places(model)]
     with lent_parameters(model, _outline):

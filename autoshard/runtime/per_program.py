@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 
 
 class PerProgram(Generic[Made]):
-    """A table: program → value. An entry is dropped when no other object holds its program.
+    """A table from programs to values. An entry is dropped when no other object holds its program.
 
     A value must not refer to its program, or neither is ever freed. A copy of the table starts empty.
     """

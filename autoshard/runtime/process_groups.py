@@ -198,7 +198,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """Return the arguments of a collective. Torch's name of its group replaces the last argument, our name of it."""
+    """Return a collective's arguments, with torch's name of its group in place of the last argument."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

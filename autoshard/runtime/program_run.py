@@ -21,7 +21,7 @@ from autoshard.runtime.stages.crossing_table import CrossingTable
 from autoshard.runtime.stages.stage_messages import StageMessages
 
 Inputs = Callable[[int], dict[int, Sequence[torch.Tensor]]]
-"""Function from the number of a micro-batch to a dict: number of a stage → its input tensors.
+"""Function that takes the number of a micro-batch, and returns the input tensors of each stage by stage number.
 
 These are the tensors of the call and of the model (`Executable.by_stage`).
 """

@@ -129,7 +129,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
-        """Qualified name → spec of each parameter; empty until the first program is planned."""
+        """The spec of each parameter, by its qualified name; empty until the first program is planned."""
         names = {name for name, _ in self.named_parameters()}
         return {name: spec for name, spec in self._placed.items() if name in names}
 
@@ -446,7 +446,7 @@ class ShardedModule(OfModel, HasWeights):
         return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """Shard parameters that no earlier program has by this program's specs; remember specs, also of state."""
+        """Shard parameters that no earlier program has; remember their specs and those of optimizer state."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:

@@ -44,7 +44,7 @@ class FlatCall:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name of an input ("input:0") → tensor, for the leaves that are tensors."""
+        """The leaves that are tensors, by input name ("input:0")."""
         return {f"input:{i}": leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     def flattened_again(self) -> FlatCall:

@@ -192,7 +192,7 @@ def _identity(value: Any) -> Any:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return node → the nodes whose values no later node reads, so that they are freed after this node."""
+    """Return a dict from each node to the nodes whose values are freed after it, because no later node reads them."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -98,7 +98,7 @@ def describe_update(
 
 
 def names_of(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Return `id` of a parameter → its name."""
+    """Return a dict from the `id` of each parameter to its name."""
     return {id(parameter): name for name, parameter in named}
 
 
@@ -143,7 +143,7 @@ class TracedState:
         return update
 
     def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Return number of a stage → the inputs of its update, for the stages that this process runs.
+        """Return the inputs of the update of each stage that this process runs, by stage number.
 
         The inputs are the stage's parameters, optimizer state and options, in the order of `Executable.read_by_update`.
         State is sharded as the program needs it, and new state is zeros.

@@ -23,7 +23,7 @@ Version = tuple[int, ...] | None
 
 
 def version_of(tensor: torch.Tensor) -> Version:
-    """Return the version of a tensor; for a DTensor, also of its shard. None: an inference tensor has no version."""
+    """Return the version of a tensor; for a DTensor, also of its shard; None for an inference tensor."""
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
@@ -56,7 +56,7 @@ def check_versions(
 
 
 def inputs_behind_gradients(program: Program) -> dict[str, frozenset[Key]]:
-    """Return name of a parameter or input → the inputs whose values the backward reads to compute its gradient.
+    """Return the inputs whose values the backward reads for each gradient, by the name of its parameter or input.
 
     An operator of the backward reads an input's value if its operand is the input, or a view of it. A value computed
     from an input (a cast of a weight) has memory of its own, which no change of the input reaches.

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise an error for a missing name that says whether Hypothesis must be installed."""
+    """Raise an error for a missing name, which says whether Hypothesis must be installed."""
     if name in __all__:
         raise NotAvailableError(
             f"autoshard.testing.{name} needs Hypothesis, which is not installed: pip install 'autoshard[testing]'."

@@ -62,7 +62,7 @@ class Clock(Protocol):
     """
 
     def now_s(self) -> float:
-        """Return the seconds since the clock's start."""
+        """Return the present time in seconds, counted from a fixed start."""
         ...
 
     def sleep(self, seconds: float) -> None:

@@ -76,7 +76,7 @@ def run_source(source: str) -> DrawnProgram:
     The global random state is restored afterwards.
 
     Example:
-        >>> run_source("import torch\nmodel = torch.nn.Identity()\ninputs = (torch.ones(2),)").inputs
+        >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
         (tensor([1., 1.]),)
     """
     scope = run_code(source)

@@ -145,9 +145,10 @@ def compare_all(
 def compare(
     name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, exact: torch.Tensor | None = None
 ) -> Comparison:
-    """Compare a value on the mesh (`actual`) with the value on one device (`expected`). None means that it is missing.
+    """Return the comparison of a value on the mesh (`actual`) with the value on one device (`expected`).
 
-    `exact` is the value of a more precise run on one device, or None without such a run.
+    None for either means that the value is missing. `exact` is the value of a more precise run on one device, or None
+    without such a run.
     """
     if actual is None or expected is None or actual.shape != expected.shape:
         return Comparison(name, float("inf"), 0.0)

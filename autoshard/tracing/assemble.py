@@ -76,7 +76,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """Return tangent → names of the inputs to which autograd's graph surely leads from the tangent's output."""
+    """Return the names of the inputs to which autograd's graph surely leads from each output, by its tangent."""
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
@@ -134,7 +134,7 @@ def _read_inputs(
 
 
 def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor among named tensors, its first name → its other names, which only tied tensors have."""
+    """Return a dict from the first name of each named tensor to its other names, which only tied tensors have."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)

@@ -29,9 +29,10 @@ class GradientCall:
 
     @classmethod
     def of(cls, call: ModelCall, derivatives: Sequence[Derivative]) -> GradientCall:
-        """Return the call for nested derivatives.
+        """Return the call for nested derivatives, the innermost first.
 
-        The first of `derivatives` is of the model's outputs, the next of its result.
+        The first of `derivatives` is of the model's outputs, and each other one is of the result of the derivative
+        before it.
         """
         first, *rest = derivatives
         return cls.of(cls(call, first), rest) if rest else cls(call, first)

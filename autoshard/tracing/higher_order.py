@@ -176,10 +176,7 @@ def _is_number(entry: Any) -> bool:
 
 
 def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
-    """Return `table[entries]` for entries that are integers or scalar tensors of integers.
-
-    Negative entries count too.
-    """
+    """Return `table[entries]` for integers or scalar tensors of integers. Negative entries count from the end."""
     row: Any = 0
     for entry, size in zip(entries, table.shape, strict=False):
         number = torch.where(entry < 0, entry + size, entry) if isinstance(entry, Tensor) else entry % size

@@ -213,7 +213,7 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return path of a module's attribute → name in `state` of the tensor in it.
+    """Return a dict from the path of each attribute with a tensor of `state` to the tensor's name in `state`.
 
     A tied parameter has several attributes.
     """

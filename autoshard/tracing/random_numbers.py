@@ -36,7 +36,7 @@ _IMMATERIAL = ("layout", "pin_memory", "out")
 
 @dataclass(slots=True)
 class RandomSites:
-    """The node of a program's seed, and the number of the program's next random operator."""
+    """A program's seed, and the number of the program's next random operator."""
 
     seed: Tensor
     next_site: int = 0
@@ -113,7 +113,7 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name → value for a call's arguments that affect its numbers.
+    """Return the arguments of a call that affect its numbers, by name.
 
     Defaults are included, except a default dtype.
     """

@@ -39,7 +39,7 @@ def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple
 
 
 def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
-    """Add to `found`, for `root` and all nodes behind it: node → indices of the inputs to which it leads."""
+    """Add `root` and all nodes behind it to `found`, with the indices of the inputs to which each node leads."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting[-1]
@@ -95,7 +95,7 @@ def unreached_gradients(
     gradients: Sequence[tuple[fx.Node, OutputKind, str]],
     reached: Mapping[str, frozenset[str]],
 ) -> dict[str, frozenset[str]]:
-    """Return tangent → names of the inputs whose gradient is None in a backward from this tangent's output alone.
+    """Return the names of the inputs whose gradient is None in a backward from one output alone, by its tangent.
 
     The result is empty if fewer than two tangents exist, or if every input gets a gradient from every tangent.
 

@@ -230,7 +230,7 @@ class _Ruled:
         return content
 
     def _is_clean(self, result: int, region: Region, operand: int) -> bool:
-        """Whether `region` of result number `result` is computed from clean elements of operand number `operand`."""
+        """Whether `region` of result number `result` reads only clean elements of operand number `operand`."""
         wanted = {self._label(self.bound.outputs[result], place) for place in region}
         value, dims = self.call.operands[operand], self.bound.inputs[operand]
         return not any(self._label(dims, place) in wanted for place in value.places)

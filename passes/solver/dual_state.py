@@ -155,7 +155,7 @@ class DualState:
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def raise_multipliers(self) -> None:
-        """Search the smallest factor on all best multipliers with which message passing gives a choice that fits.
+        """Search for the smallest factor on all best multipliers with which message passing gives a choice that fits.
 
         Each choice on the way is offered (`offer`). Afterwards the multipliers are `best_multipliers` again.
         """

@@ -125,7 +125,7 @@ class ParameterWatch:
     def _first_element(self, turn: int) -> int:
         """Return the index of the first element to read at a turn. It moves on when each group has had its turn.
 
-        A tensor with fewer elements takes the index modulo its size.
+        The index wraps around at the end of a tensor.
         """
         return turn // len(self._groups) * _ELEMENTS
 
@@ -162,7 +162,10 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, first: int) -> torch.Tensor:
-        """Return at most `_ELEMENTS` elements from index `first` on, modulo the number of possible starts."""
+        """Return `_ELEMENTS` neighbouring elements, or all elements if there are fewer.
+
+        The first has index `first`, modulo the number of possible starts.
+        """
         self._refresh_view()
         start, count = self._part(first)
         return self._flat.narrow(0, start, count)

@@ -72,7 +72,7 @@ class CrossingTable:
 
     @cached_property
     def orders(self) -> Mapping[tuple[int, int], Sequence[CrossingMessage]]:
-        """(sending pipeline rank, receiving pipeline rank) → the messages of a step, in the order of sending."""
+        """The messages of a step in the order of sending, by pair (sending, receiving) of pipeline ranks."""
         ranks = self.staged.order.stage_ranks
         pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
         return {pair: list(self._sent_over(pair)) for pair in pairs}

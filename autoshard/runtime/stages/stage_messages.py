@@ -48,7 +48,10 @@ class StageMessages(Protocol):
         ...
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """Begin a step of a program. A micro-batch of weight zero in the loss has no backward, so no messages of it."""
+        """Begin a step of a program, given the table from `connect` and the weight of each micro-batch in the loss.
+
+        A micro-batch of weight zero has no backward, so its gradients are not sent.
+        """
         ...
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:

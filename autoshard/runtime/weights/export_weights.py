@@ -90,7 +90,10 @@ def export_weights(
 
 @contextmanager
 def _removed_on_failure(aside: Path | None) -> Iterator[None]:
-    """Remove the temporary folder `aside` if the context raises, which frees a full disk; None on ranks without it."""
+    """Remove the temporary folder `aside` if the context raises `WeightsError`, to free a full disk.
+
+    `aside` is None on ranks that do not write.
+    """
     try:
         yield
     except WeightsError:
@@ -100,7 +103,7 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, engine: Engine, pipeline_rank_of: Mapping[str, int]) -> Mapping[str, Unread]:
-    """Return name → tensor of the model's state dict, as tensors that are gathered when they are read."""
+    """Return the tensors of the model's state dict by name. Each is gathered only when it is read."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
         gather = partial(engine.gather_region, tensor, pipeline_rank=pipeline_rank_of.get(name))
@@ -144,9 +147,9 @@ def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: in
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
-    """Return name of a file → name of a tensor → the tensor, with at most `max_file_bytes` of tensors in a file.
+    """Return the tensors of each file by the file's name, with at most `max_file_bytes` of tensors in a file.
 
-    A larger tensor has a file of its own.
+    A larger tensor has a file of its own. The tensors of a file are a dict by tensor name.
     """
     parts: list[dict[str, Unread]] = [{}]
     held_bytes = 0

@@ -43,7 +43,7 @@ class Weights:
     """
 
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
-        """Shard parameters by `specs` (name → spec). Weights on meta get memory on the ranks that hold them."""
+        """Shard parameters by their spec in `specs`. Weights on meta get memory on the ranks that hold them."""
         with self.unset.getting_memory(self.model):
             self.engine.place(self.model, specs, self.pipeline_rank_of)
 
@@ -73,7 +73,7 @@ class Weights:
         return self.pipeline_rank_of.get(name, 0) if stage is None else ranks[stage]
 
     def check_are_placed(self, action: str) -> None:
-        """Raise `NotAvailableError` if a weight has no memory yet, to which `action` would write."""
+        """Raise `NotAvailableError` if a weight that `action` would write has no memory yet."""
         check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:

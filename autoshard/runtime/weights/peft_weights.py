@@ -35,7 +35,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return name of an adapter's file → name of a tensor in the file → name of the tensor in the model.
+    """Return, for each adapter's file, a dict from the names of tensors in the file to their names in the model.
 
     Raises:
         WeightsError: peft does not write this kind of adapter, or computes the tensors that it writes.
@@ -68,7 +68,7 @@ def write_configurations(model: Any, path: Path) -> None:
 
 
 def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
-    """Return the model without peft's layers, on meta, and name → tensor of it, with active adapters merged.
+    """Return the model without peft's layers, on meta, and its tensors by name, with active adapters merged.
 
     A layer is merged when one of its tensors is read. `tensors` are those of the model's state dict, by name.
 
@@ -199,7 +199,7 @@ def _embedding_and_head(base: Any) -> tuple[Any, Any]:
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Return name of an adapter → its folder, such as "other/", and its configuration.
+    """Return each adapter's folder, such as "other/", and its configuration, by the adapter's name.
 
     The folder is a prefix of file names.
     """

@@ -105,7 +105,10 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 _COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""Buffers that models now compute, but old files contain: end of a buffer's name → pattern of its names in files."""
+"""Buffers that models now compute, but old files contain.
+
+A key is the end of a buffer's name in the model, and its value is a pattern of the buffer's names in files.
+"""
 
 
 def _fits(patterns: Iterable[str] | None, name: str) -> bool:

@@ -98,7 +98,7 @@ def on_meta(model: nn.Module) -> list[str]:
 
 
 def check_is_placed(model: nn.Module, action: str) -> None:
-    """Raise `NotAvailableError` if a weight is still on the meta device, to which `action` would write."""
+    """Raise `NotAvailableError` if a weight that `action` would write is still on the meta device."""
     names = on_meta(model)
     if names:
         raise NotAvailableError(

@@ -32,7 +32,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return name → tensor of all tensors that files can have: parameters, under each name, and persistent buffers."""
+    """Return the tensors that files can have, by name: parameters, under each of their names; persistent buffers."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -64,7 +64,7 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 
 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
-    """Return name in files → tensor to write.
+    """Return the tensors to write into files, by their names in files.
 
     A tied tensor is written once, under a name from which loading finds its other names. `tied` has all names of each
     tensor.
