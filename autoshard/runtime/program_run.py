@@ -104,6 +104,7 @@ class ProgramRun:
         weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
         take: called with the outputs of each forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
+        first: the number of the first micro-batch, which `inputs` and `take` get; 0 in this run's tasks.
     """
 
     table: CrossingTable
@@ -113,6 +114,7 @@ class ProgramRun:
     weights: Sequence[float]
     take: Take
     graphs: GraphedPasses | None = None
+    first: int = 0
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -120,7 +122,7 @@ class ProgramRun:
 
         Getting the inputs waits until ranks have agreed on the call.
         """
-        self._inputs_left[0] = self.inputs(0)
+        self._inputs_left[0] = self.inputs(self.first)
         self.messages.begin(self.table, self.weights)
 
     def end(self) -> None:
@@ -169,7 +171,7 @@ class ProgramRun:
         else:
             results, stage.graph_gradients[micro_batch] = self._run_both(self.graphs, stage, values, micro_batch)
         self._send(stage, micro_batch, program.outputs, results, is_forward=True)
-        self.take(program, results, micro_batch)
+        self.take(program, results, self.first + micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
         """Return a stage's inputs of a micro-batch.
@@ -177,7 +179,7 @@ class ProgramRun:
         The first stage that asks gets the inputs of all stages, so that micro-batches draw random numbers in order.
         """
         if micro_batch not in self._inputs_left:
-            self._inputs_left[micro_batch] = self.inputs(micro_batch)
+            self._inputs_left[micro_batch] = self.inputs(self.first + micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
 
     def _run_hoisted(self, program: Executable, values: list[LocalValue]) -> list[LocalValue]:

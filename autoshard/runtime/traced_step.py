@@ -16,7 +16,7 @@ from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, common_program, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import MicroBatches, common_program, share_of, sum_of, weights_of
 from autoshard.runtime.program_run import ProgramRun
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -62,16 +62,16 @@ class TracedStep:
         return executable.compiled.plan
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
+    def run(self, batch: MicroBatches, members: Members) -> torch.Tensor:
         """Run one step; return the loss of the whole batch.
 
         Args:
-            parts: the arguments of each micro-batch.
+            batch: the micro-batches.
             members: the present members of the model.
         """
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
-        executable, calls = common_program(self._sharded, parts, find)
-        weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
+        executable, calls = common_program(self._sharded, batch, find)
+        weights, losses = weights_of(self._sharded, executable.compiled, batch), list[torch.Tensor]()
 
         def inputs(micro_batch: int) -> dict[int, Sequence[torch.Tensor]]:
             return self._inputs(executable, calls[micro_batch])

@@ -22,7 +22,15 @@ from autoshard.ir.update import check_norm
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import (
+    MicroBatches,
+    Part,
+    naming_micro_batches,
+    parts_of,
+    share_of,
+    sum_of,
+    weights_of,
+)
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
@@ -137,7 +145,7 @@ class TrainStep(HasWeights):
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch without running it; return its plan."""
-        part_args, part_kwargs = self._parts(args, kwargs)[0]
+        part_args, part_kwargs = self._parts(args, kwargs).parts[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
                 return self._traced.compile_for(part_args, part_kwargs)
@@ -175,22 +183,26 @@ class TrainStep(HasWeights):
             )
         return reason is not None
 
-    def _run(self, parts: Sequence[Part]) -> torch.Tensor:
+    def _run(self, batch: MicroBatches) -> torch.Tensor:
         """Run a step by autograd, which sums the gradients of micro-batches, and the optimizer's own step."""
-        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
-        run_order(self.order, (0,), tasks)
+        weights, shares = self._weights(batch), list[torch.Tensor]()
+        for numbers in batch.rounds(self.micro_batches):
+            found = [(batch.parts[number], weights[number]) for number in numbers]
+            tasks = _AutogradTasks(self.sharded, *zip(*found, strict=True))
+            run_order(self.order, (0,), tasks)
+            shares += tasks.shares.values()
         self._update()
-        return sum_of(list(tasks.shares.values()))
+        return sum_of(shares)
 
-    def _weights(self, parts: Sequence[Part]) -> list[float]:
+    def _weights(self, batch: MicroBatches) -> list[float]:
         """Return the weight of each micro-batch in the loss."""
-        if len(parts) == 1:
+        if len(batch) == 1:
             return [1.0]
-        (args, kwargs), *_ = parts
+        (args, kwargs), *_ = batch.parts
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
-        return weights_of(self.sharded, self.sharded.program, parts)
+        return weights_of(self.sharded, self.sharded.program, batch)
 
     def _update(self) -> None:
         if self.max_grad_norm is not None:
@@ -211,8 +223,8 @@ class TrainStep(HasWeights):
                 "or SGD."
             ) from error
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
-        """Return the arguments of each micro-batch."""
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
+        """Split the arguments of a call into micro-batches."""
         return parts_of(args, kwargs, self.micro_batches)
 
 
