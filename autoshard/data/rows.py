@@ -8,12 +8,12 @@ parts. The batch is cut so that all its micro-batches have this size, and each r
    size / c is repeated: each of its rows occurs c times in a micro-batch, whose sums are divided by c.
 3. Micro-batches that do not count fill the last round of the step's order.
 
-A step without micro-batches runs the program of the last batch's own size.
+A step without micro-batches has one micro-batch. If its plan is free, the last batch runs a program of its own size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +70,8 @@ class Rows:
         place: number of this rank's piece along each of these axes.
         layout: placement of this rank's rows; None if this process has all rows.
         device: the device of the program's inputs.
+        repeats: whether a batch of fewer rows runs the program of `batch` rows, in micro-batches with copies; for a
+            step. Otherwise it runs a program of its own size.
     """
 
     batch: int
@@ -78,6 +80,7 @@ class Rows:
     place: tuple[int, ...] = ()
     layout: Layout | None = None
     device: torch.device = CPU
+    repeats: bool = True
 
     def runs(self, count: int) -> list[Run]:
         """Return the rows of each micro-batch that counts, for a batch of `count` rows.
@@ -86,7 +89,7 @@ class Rows:
             >>> Rows(8, micro_batches=2).runs(7)
             [Run(start=0, stop=4, copies=1), Run(start=4, stop=6, copies=2), Run(start=6, stop=7, copies=4)]
         """
-        if self.micro_batches == 1:
+        if not self.repeats:
             return [Run(0, count)]
         size, found, start = self.batch // self.micro_batches, [], 0
         while start < count:
@@ -136,11 +139,13 @@ class Rows:
 
     def _whole(self, rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor | CutBatch:
         rows, own = rows.to(self.device, non_blocking=True), [len(self._own(run)) for run in runs]
-        if self.layout is None and (self.micro_batches == 1 or runs[-1].stop == self.batch):
+        if not any(own):
+            rows = rows[:0]
+        is_one = not self.repeats or runs == [Run(0, self.batch)]
+        if self.layout is None and (is_one or runs[-1].stop == self.batch):
             return rows  # the step cuts the batch
-        rows = rows[: sum(own)]
         parts = [self._part(part, run) for part, run in zip(rows.split(own), runs, strict=True)]
-        if self.micro_batches == 1:
+        if is_one:
             return parts[0]
         copies, missing = [run.copies for run in runs], -len(runs) % self.micro_batches
         return CutBatch((*parts, *parts[:1] * missing), (*copies, *[0] * missing))
@@ -171,14 +176,17 @@ def micro_batches_of(sharded: ShardedModule | TrainStep) -> int:
     return sharded.micro_batches if isinstance(sharded, TrainStep) else 1
 
 
-def rows_of(module: ShardedModule, program: CompiledProgram, micro_batches: int, asker: str) -> Rows:
+def rows_of(
+    module: ShardedModule, program: CompiledProgram, micro_batches: int, asker: str, *, repeats: bool = True
+) -> Rows:
     """Return the rows of each batch that this rank loads by the plan of a program.
 
     Args:
         module: the module of the program.
-        program: the program of one micro-batch, without stages.
+        program: the program of one micro-batch. In pipeline stages each rank loads whole batches.
         micro_batches: number of micro-batches of a batch.
         asker: the user's call, for messages.
+        repeats: see `Rows`.
 
     Raises:
         NotAvailableError: the inputs have no common batch.
@@ -191,8 +199,8 @@ def rows_of(module: ShardedModule, program: CompiledProgram, micro_batches: int,
             f"{asker}: the first dim of every input is the batch, but they are {shapes or 'none'}. Pass whole batches."
         )
     engine, batch = module.engine, rows * micro_batches
-    if not isinstance(engine, DistributedEngine):
-        return Rows(batch, micro_batches, device=engine.device)
+    if not isinstance(engine, DistributedEngine) or program.staged is not None:
+        return Rows(batch, micro_batches, device=engine.device, repeats=repeats)
     axes = _axes_of(slots, rows, module.mesh)
     return Rows(
         batch,
@@ -201,6 +209,7 @@ def rows_of(module: ShardedModule, program: CompiledProgram, micro_batches: int,
         tuple(engine.groups.coordinates[axis] for axis in axes),
         Layout(engine.device_mesh, PartitionSpec(axes).to_placements(module.mesh)),
         engine.device,
+        repeats,
     )
 
 
@@ -215,12 +224,6 @@ def order_of(length: int, epoch: int, *, shuffle: bool, seed: int) -> torch.Tens
     if not shuffle:
         return torch.arange(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch))
-
-
-def batches_of(samples: Sequence[int], batch: int) -> Iterator[Sequence[int]]:
-    """Yield the samples of each batch; the last batch may have fewer."""
-    for start in range(0, len(samples), batch):
-        yield samples[start : start + batch]
 
 
 def _inputs_of(program: CompiledProgram) -> list[LocalSlot]:

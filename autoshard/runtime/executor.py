@@ -93,11 +93,12 @@ class Executor:
         order = table.staged.order
         assert len(weights) % order.micro_batches == 0, "the order has a task for each micro-batch"
         stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
+        if len(weights) > order.micro_batches:
+            for stage in table.staged.stages:
+                check_sums(stage.phased)
         ranks = sorted({order.stage_ranks[number] for number in stages})
         for first in range(0, len(weights), order.micro_batches):
-            run = ProgramRun(
-                table, stages, self.messages, inputs, weights[first : first + order.micro_batches], take, graphs, first
-            )
+            run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs, first)
             run.begin()
             run_order(order, ranks, run)
             run.end()

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError, NotAvailableError, TraceError
 from autoshard.ir.loss import no_loss
-from autoshard.ir.loss_weights import ReadInput
+from autoshard.ir.loss_weights import LossWeights, ReadInput
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.program import InputKind
-from autoshard.ir.request import CompiledProgram
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -25,6 +26,14 @@ Part = tuple[Sequence[Any], Mapping[str, Any]]
 
 Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
 """Takes the arguments of a micro-batch; returns the program of a step for them, and the flattened call."""
+
+
+Weigh = Callable[[Request], LossWeights | None]
+"""Derives the weights of micro-batches in the loss, for a call of one micro-batch; `passes.verification` has it."""
+
+
+def weighs_nothing(request: Request) -> None:
+    """Return None: a `Weigh` for steps without copies, whose programs have their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,9 @@ def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> Micr
     Raises:
         TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
     """
-    if parts == 1:
-        return MicroBatches([(tuple(args), dict(kwargs))], (1,))
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    if parts == 1 and not any(isinstance(leaf, CutBatch) for leaf in leaves):
+        return MicroBatches([(tuple(args), dict(kwargs))], (1,))
     copies = next((leaf.copies for leaf in leaves if isinstance(leaf, CutBatch)), (1,) * parts)
     size = _checked_size(leaves, len(copies))
     cut = [_cut(leaf, size, len(copies)) for leaf in leaves]
@@ -123,14 +132,66 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
     return list(leaf.split(size // parts))
 
 
-def common_program(sharded: ShardedModule, batch: MicroBatches, find: Find) -> tuple[Executable, Sequence[FlatCall]]:
+@dataclass(slots=True)
+class LossWeigher:
+    """Finds how the losses of micro-batches are weighed.
+
+    A step without micro-batches needs the weights for a batch with copies alone. They are then derived from two traces,
+    and kept for the last such program.
+
+    Args:
+        sharded: the module of the step.
+        weigh: derives the weights for a call of one micro-batch; returns None without a loss.
+    """
+
+    sharded: ShardedModule
+    weigh: Weigh
+    _last: tuple[CompiledProgram, LossWeights | None] | None = None
+
+    def of(self, compiled: CompiledProgram, call: FlatCall) -> LossWeights | None:
+        """Return the weights for the program of a micro-batch; None without a loss.
+
+        Args:
+            compiled: the program.
+            call: a call of the program.
+        """
+        if compiled.weights is not None:
+            return compiled.weights
+        if self._last is None or self._last[0] is not compiled:
+            with (
+                torch.enable_grad(),
+                self.sharded.agreement.working(),
+                self.sharded.requesting(call, grad=True) as request,
+            ):
+                self._last = compiled, self.weigh(request)
+        return self._last[1]
+
+    def weights_of(self, compiled: CompiledProgram, batch: MicroBatches) -> list[float]:
+        """Return the weight of each micro-batch's loss in the loss of the batch.
+
+        Args:
+            compiled: the program of a micro-batch.
+            batch: the micro-batches.
+
+        Raises:
+            NotAvailableError: the loss is not a weighted sum over micro-batches.
+        """
+        if len(batch) == 1:
+            return [1.0]
+        weights = self.of(compiled, FlatCall.of(*batch.parts[0], Outputs.LOSS))
+        if weights is None:
+            raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
+        return weights.of_parts(batch.copies, _reader_of(self.sharded, batch.parts))
+
+
+def common_program(weigher: LossWeigher, batch: MicroBatches, find: Find) -> tuple[Executable, Sequence[FlatCall]]:
     """Find the program that runs all micro-batches; return it with the flattened call of each micro-batch.
 
     If the model branches on values, micro-batches may have different programs. The result is then the program that
     takes the same branches as the whole batch.
 
     Args:
-        sharded: the module.
+        weigher: finds the weights of losses, which say how a batch branches.
         batch: the micro-batches.
         find: finds the program for a micro-batch; called once for each.
 
@@ -142,9 +203,9 @@ def common_program(sharded: ShardedModule, batch: MicroBatches, find: Find) -> t
     first = executables[0]
     if len(batch) == 1 or not first.phased.lowered.traced.guards:
         return first, calls
-    read = _reader_of(sharded, batch.parts)
+    read = _reader_of(weigher.sharded, batch.parts)
     for executable in found:
-        weights = executable.compiled.weights
+        weights = weigher.of(executable.compiled, calls[executables.index(executable)])
         branches = None if weights is None else weights.branches
         is_alike = len(found) == 1 if branches is None else branches.are_of_batch(batch.copies, read)
         if is_alike:
@@ -154,24 +215,6 @@ def common_program(sharded: ShardedModule, batch: MicroBatches, find: Find) -> t
         "known to take the branches of the whole batch. Compute without the branch (torch.where), or leave "
         "micro_batches, and the axis 'pipeline' of the mesh, out for this model."
     )
-
-
-def weights_of(sharded: ShardedModule, compiled: CompiledProgram, batch: MicroBatches) -> list[float]:
-    """Return the weight of each micro-batch's loss in the loss of the batch.
-
-    Args:
-        sharded: the module.
-        compiled: the program of a micro-batch.
-        batch: the micro-batches.
-
-    Raises:
-        NotAvailableError: the loss is not a weighted sum over micro-batches.
-    """
-    if len(batch) == 1:
-        return [1.0]
-    if compiled.weights is None:
-        raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
-    return compiled.weights.of_parts(batch.copies, _reader_of(sharded, batch.parts))
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:

@@ -101,10 +101,11 @@ class ProgramRun:
         stages: the stages that run in this process, by number.
         messages: sends the values.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
-        weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
+        weights: the weight in the loss of each micro-batch of the call. A micro-batch of weight zero has no backward.
         take: called with the outputs of each forward.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
-        first: the number of the first micro-batch, which `inputs` and `take` get; 0 in this run's tasks.
+        first: the number of this run's first micro-batch, which is micro-batch 0 of the order. Several runs of the
+            order make a call of more micro-batches.
     """
 
     table: CrossingTable
@@ -123,7 +124,7 @@ class ProgramRun:
         Getting the inputs waits until ranks have agreed on the call.
         """
         self._inputs_left[0] = self.inputs(self.first)
-        self.messages.begin(self.table, self.weights)
+        self.messages.begin(self.table, self.weights[self.first :])
 
     def end(self) -> None:
         """Wait until all messages are sent, and free the values that were computed once for all micro-batches."""
@@ -156,7 +157,7 @@ class ProgramRun:
 
     def _is_skipped(self, task: StageTask) -> bool:
         """Whether a task is left out: a backward of a micro-batch of weight zero, whose gradient may be 0 / 0."""
-        return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
+        return task.work is not Work.FORWARD and not self.weights[self.first + task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
         program = stage.program
@@ -166,7 +167,7 @@ class ProgramRun:
         for place, slot in program.crossing_inputs:
             values.insert(place, self._received(slot, stage, micro_batch, is_forward=True))
         values += stage.hoisted
-        if self.graphs is None or not self.weights[micro_batch]:
+        if self.graphs is None or not self.weights[self.first + micro_batch]:
             results, stage.saved[micro_batch] = program.run_forward_on(values)
         else:
             results, stage.graph_gradients[micro_batch] = self._run_both(self.graphs, stage, values, micro_batch)
@@ -223,7 +224,8 @@ class ProgramRun:
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results
-        share, engine = self.weights[micro_batch] if is_of_loss else 0.0, stage.program.engine
+        share = self.weights[self.first + micro_batch] if is_of_loss else 0.0
+        engine = stage.program.engine
         return engine.read(torch.full(slot.shape, share, dtype=slot.dtype, device=engine.device), slot)
 
     def _received(self, slot: LocalSlot, stage: StageRun, micro_batch: int, *, is_forward: bool) -> LocalValue:

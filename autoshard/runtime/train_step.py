@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from autoshard.errors import NotAvailableError
+from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
@@ -23,18 +25,21 @@ from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import (
+    LossWeigher,
     MicroBatches,
     Part,
+    Weigh,
     naming_micro_batches,
     parts_of,
     share_of,
     sum_of,
-    weights_of,
+    weighs_nothing,
 )
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import TracedStep
@@ -57,6 +62,9 @@ class TrainStep(HasWeights):
         traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
         executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
+        weigh: see `LossWeigher`.
+        plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
+            outputs is given.
     """
 
     def __init__(
@@ -69,12 +77,16 @@ class TrainStep(HasWeights):
         traced: bool = False,
         executor: Executor | None = None,
         graphs: GraphedPasses | None = None,
+        weigh: Weigh = weighs_nothing,
+        plans_any_batch: bool = True,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
+        self._weigher = LossWeigher(sharded, weigh)
+        self.plans_any_batch = plans_any_batch
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
         executor = executor or Executor()
@@ -82,7 +94,7 @@ class TrainStep(HasWeights):
         self._has_stages = executor.has_stages
         self._traced: TracedStep | None = None
         if traced:
-            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, graphs)
+            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, self._weigher, graphs)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,6 +128,14 @@ class TrainStep(HasWeights):
     def micro_batches(self) -> int:
         """The number of parts into which a batch is split."""
         return self.order.micro_batches
+
+    def loss_weights(self, *args: Any, **kwargs: Any) -> LossWeights | None:
+        """Return how the loss of a batch follows from losses of calls with these arguments; None without a loss.
+
+        The arguments are those of one micro-batch, whose program must be compiled.
+        """
+        assert self.sharded.program is not None, "it is compiled"
+        return self._weigher.of(self.sharded.program, FlatCall.of(args, kwargs, Outputs.LOSS))
 
     @property
     def mesh(self) -> Mesh:
@@ -187,8 +207,8 @@ class TrainStep(HasWeights):
         """Run a step by autograd, which sums the gradients of micro-batches, and the optimizer's own step."""
         weights, shares = self._weights(batch), list[torch.Tensor]()
         for numbers in batch.rounds(self.micro_batches):
-            found = [(batch.parts[number], weights[number]) for number in numbers]
-            tasks = _AutogradTasks(self.sharded, *zip(*found, strict=True))
+            parts = [batch.parts[number] for number in numbers]
+            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers])
             run_order(self.order, (0,), tasks)
             shares += tasks.shares.values()
         self._update()
@@ -202,7 +222,7 @@ class TrainStep(HasWeights):
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
-        return weights_of(self.sharded, self.sharded.program, batch)
+        return self._weigher.weights_of(self.sharded.program, batch)
 
     def _update(self) -> None:
         if self.max_grad_norm is not None:

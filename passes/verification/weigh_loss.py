@@ -61,6 +61,16 @@ def weigh_step(program: Program, trace: Callable[[Request], Program], request: R
     return weigh_loss(program, pair)
 
 
+def weigh_call(trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
+    """Return the weights of `weigh_step` for a call of a step, if its program was compiled without them.
+
+    Args:
+        trace: function that traces a request.
+        request: the call, with the inputs of one micro-batch.
+    """
+    return weigh_step(trace(replace(request, update=None, forward_only=True)), trace, request)
+
+
 def _twice(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x]) if x.dim() else x
 
