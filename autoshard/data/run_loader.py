@@ -19,12 +19,12 @@ from torch.utils.data import IterableDataset, default_collate
 
 from autoshard.data.rows import Rows, batch_of, micro_batches_of, module_of, rows_of
 from autoshard.data.sources import (
+    BatchSource,
     Collate,
     Indexed,
     IndexedSource,
     Place,
     Reading,
-    Source,
     StreamSource,
     batches_in,
     first_samples,
@@ -56,7 +56,7 @@ class Loader:
         reading: how the source reads.
     """
 
-    def __init__(self, source: Source, reading: Reading) -> None:
+    def __init__(self, source: BatchSource, reading: Reading) -> None:
         self._source, self._reading = source, reading
         self._place = Place()
         self._position: Any = None

@@ -75,7 +75,7 @@ class Reading:
         return int(numbers.generate_state(1, np.uint64)[0])
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Yields the batches of an epoch."""
 
     @property
@@ -130,7 +130,7 @@ class IndexedSource:
         return len(self._dataset)
 
     def read(self, reading: Reading, place: Place, position: Any) -> Iterator[Loaded]:
-        """Yield batches; see `Source`. One `DataLoader` serves all epochs, so that its workers may persist."""
+        """Yield batches; see `BatchSource`. One `DataLoader` serves all epochs, so that its workers may persist."""
         if self._loader is None or self._batches is None or self._batches.reading != reading:
             self._batches = _Batches(reading, self.length)
             self._loader = DataLoader(
@@ -182,7 +182,7 @@ class StreamSource:
         return self._length
 
     def read(self, reading: Reading, place: Place, position: Any) -> Iterator[Loaded]:
-        """Yield batches; see `Source`."""
+        """Yield batches; see `BatchSource`."""
         if isinstance(self._stream, KnowsEpoch):
             self._stream.set_epoch(place.epoch)
         generator = torch.Generator().manual_seed(reading.worker_seed(place))

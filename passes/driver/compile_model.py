@@ -35,7 +35,7 @@ from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
 from passes.planning.recipe_meshes import check_mesh
 from passes.verification.verify_schedule import verify_schedule
-from passes.verification.weigh_loss import weigh_call
+from passes.verification.weigh_step import weigh_call
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
