@@ -6,11 +6,23 @@ the program reads the rows in place.
 
 * `rows` says which rows a rank loads, and makes DTensors of them;
 * `sources` reads datasets and streams, in workers;
-* `run_loader` has `loader`, `rank_sampler` has `sampler`.
+* `run_loader` has `loader`, `rank_sampler` has `sampler`;
+* `packing` puts several documents into a row.
 """
 
+from autoshard.data.packing import PackedRows, document_mask, pack
 from autoshard.data.rank_sampler import RankSampler, sampler
 from autoshard.data.rows import Layout, Rows
 from autoshard.data.run_loader import Loader, loader
 
-__all__ = ["Layout", "Loader", "RankSampler", "Rows", "loader", "sampler"]
+__all__ = [
+    "Layout",
+    "Loader",
+    "PackedRows",
+    "RankSampler",
+    "Rows",
+    "document_mask",
+    "loader",
+    "pack",
+    "sampler",
+]
