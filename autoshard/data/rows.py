@@ -103,11 +103,11 @@ class Rows:
 
         A rank without rows loads the first row, from which `whole` makes tensors without rows.
         """
-        own = [row for run in self.runs(count) for row in self._own(run)]
-        return own or [0]
+        return [run.start + place // run.copies for run in self.runs(count) for place in self.places(run)] or [0]
 
-    def _own(self, run: Run) -> list[int]:
-        rows = [row for row in range(run.start, run.stop) for _ in range(run.copies)]
+    def places(self, run: Run) -> range:
+        """Return this rank's places in the micro-batch of a run, in which each row has one place for each copy."""
+        rows = range((run.stop - run.start) * run.copies)
         for size, place in zip(self.sizes, self.place, strict=True):
             piece = -(-len(rows) // size)  # as torch cuts a DTensor
             rows = rows[place * piece : (place + 1) * piece]
@@ -128,7 +128,8 @@ class Rows:
         """
         if isinstance(batch, Mapping):
             batch = dict(batch)  # a type that pytree does not know, such as BatchEncoding
-        runs, loaded = self.runs(count), len(self.of(count))
+        runs = self.runs(count)
+        loaded = sum(len(self.places(run)) for run in runs) or 1
         for rows in pytree.tree_leaves(batch):
             if isinstance(rows, torch.Tensor) and (rows.dim() == 0 or rows.shape[0] != loaded):
                 raise TraceError(
@@ -138,7 +139,7 @@ class Rows:
         return pytree.tree_map_only(torch.Tensor, partial(self._whole, runs=runs), batch)
 
     def _whole(self, rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor | CutBatch:
-        rows, own = rows.to(self.device, non_blocking=True), [len(self._own(run)) for run in runs]
+        rows, own = rows.to(self.device, non_blocking=True), [len(self.places(run)) for run in runs]
         if not any(own):
             rows = rows[:0]
         is_one = not self.repeats or runs == [Run(0, self.batch)]

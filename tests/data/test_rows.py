@@ -52,7 +52,7 @@ def test_ranks_together_have_the_rows_of_the_batch(
     alone = Rows(size * len(places) * parts, parts)
     count = data.draw(st.integers(1, alone.batch))
     for run in alone.runs(count):
-        assert [row for rank in ranks for row in rank._own(run)] == alone._own(run)
+        assert [place for rank in ranks for place in rank.places(run)] == list(alone.places(run))
     assert all(rank.of(count) for rank in ranks)
 
 

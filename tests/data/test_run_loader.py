@@ -137,6 +137,16 @@ def test_what_workers_have_read_ahead_is_not_consumed() -> None:
     assert loader.state_dict()["samples"] == 6
 
 
+def test_workers_that_persist_serve_all_epochs() -> None:
+    """An iteration that was broken off goes on with the same workers."""
+    options = {"num_workers": 2, "persistent_workers": True}
+    reading = Reading(Rows(2, repeats=False), default_collate, False, 0, False, options)
+    loader = Loader(IndexedSource(range(7)), reading)
+    assert [batch.tolist() for _, batch in zip(range(2), loader, strict=False)] == [[0, 1], [2, 3]]
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6]]
+    assert torch.cat(list(loader)).tolist() == list(range(7))
+
+
 def test_a_stream_goes_on_from_its_own_position() -> None:
     """A stream with a position is not read from its beginning; a next epoch is."""
     loader = made(10, Rows(2), kind=Resumed)
@@ -448,6 +458,26 @@ def check_a_run_of_two_ranks_goes_on() -> None:
     torch.testing.assert_close(losses, alone(15, 8, 2), rtol=1e-5, atol=1e-6)
 
 
+def check_a_pipeline_reads_whole_batches() -> None:
+    """Stages in processes run their order twice for a last batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    other, table = copy.deepcopy(model), TensorDataset(torch.randn(23, WIDTH), torch.randn(23, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.compile(
+        model, Mesh({"pipeline": 2, "data": 2}), optimizer=optimizer, micro_batches=2, loss_fn=nn.functional.mse_loss
+    )
+    loader = autoshard.data.loader(table, step, batch_size=8, shuffle=False)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number, batch in enumerate((*loader, *loader)):
+        optimizer.zero_grad()
+        x, y = table[8 * (number % 3) : 8 * (number % 3) + 8]
+        expected = nn.functional.mse_loss(other(x), y)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(*batch), expected.detach())
+
+
 def check_ranks_with_other_seeds() -> None:
     step = compiled({"data": 4})
     with pytest.raises(autoshard.RankMismatchError, match=r"'seed': 0.* on ranks \[0\].*'seed': 1.* on ranks \[1\]"):
@@ -457,6 +487,7 @@ def check_ranks_with_other_seeds() -> None:
 CHECKS = {
     "each rank loads its rows": check_each_rank_loads_its_rows,
     "a run goes on": check_a_run_of_two_ranks_goes_on,
+    "a pipeline": check_a_pipeline_reads_whole_batches,
     "other seeds": check_ranks_with_other_seeds,
 }
 outcomes = checked_once(CHECKS, ranks=4)
