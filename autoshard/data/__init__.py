@@ -12,15 +12,15 @@ the program reads the rows in place.
 
 from autoshard.data.packing import PackedRows, document_mask, pack
 from autoshard.data.rank_sampler import RankSampler, sampler
-from autoshard.data.rows import Layout, Rows
+from autoshard.data.rows import Layout, RankRows
 from autoshard.data.run_loader import Loader, loader
 
 __all__ = [
     "Layout",
     "Loader",
     "PackedRows",
+    "RankRows",
     "RankSampler",
-    "Rows",
     "document_mask",
     "loader",
     "pack",

@@ -120,13 +120,13 @@ class PackedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = _Row(self._length, self._padding)
+        row = _PackedRow(self._length, self._padding)
         for document in self.rows[index]:
             row.add(self._documents[document])
         return {key: row.tensor(key) for key in self._keys}
 
 
-class _Row:
+class _PackedRow:
     """The tensors of a row, document by document. `length` and `padding` are those of `PackedRows`."""
 
     def __init__(self, length: int, padding: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from autoshard.data.rows import Rows, micro_batches_of, module_of, order_of, rows_of
+from autoshard.data.rows import RankRows, micro_batches_of, module_of, order_of, rows_of
 from autoshard.errors import NotAvailableError, TraceError
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
@@ -25,7 +25,7 @@ class RankSampler(Sampler[int]):
         seed: seed of the random order.
     """
 
-    def __init__(self, length: int, rows: Rows, *, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(self, length: int, rows: RankRows, *, shuffle: bool = True, seed: int = 0) -> None:
         self.length, self._rows = length, rows
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
 

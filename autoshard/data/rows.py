@@ -1,4 +1,4 @@
-"""`Rows`: the rows of each batch that this rank loads, and their form in a call.
+"""`RankRows`: the rows of each batch that this rank loads, and their form in a call.
 
 A step with micro-batches runs the program of one size. The last batch of an epoch may have fewer rows, and no equal
 parts. The batch is cut so that all its micro-batches have this size, and each row counts once:
@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RankRows:
     """The rows of each batch that this rank loads.
 
     Args:
@@ -86,7 +86,7 @@ class Rows:
         """Return the rows of each micro-batch that counts, for a batch of `count` rows.
 
         Example:
-            >>> Rows(8, micro_batches=2).runs(7)
+            >>> RankRows(8, micro_batches=2).runs(7)
             [Run(start=0, stop=4, copies=1), Run(start=4, stop=6, copies=2), Run(start=6, stop=7, copies=4)]
         """
         if not self.repeats:
@@ -179,7 +179,7 @@ def micro_batches_of(sharded: ShardedModule | TrainStep) -> int:
 
 def rows_of(
     module: ShardedModule, program: CompiledProgram, micro_batches: int, asker: str, *, repeats: bool = True
-) -> Rows:
+) -> RankRows:
     """Return the rows of each batch that this rank loads by the plan of a program.
 
     Args:
@@ -187,7 +187,7 @@ def rows_of(
         program: the program of one micro-batch. In pipeline stages each rank loads whole batches.
         micro_batches: number of micro-batches of a batch.
         asker: the user's call, for messages.
-        repeats: see `Rows`.
+        repeats: see `RankRows`.
 
     Raises:
         NotAvailableError: the inputs have no common batch.
@@ -201,9 +201,9 @@ def rows_of(
         )
     engine, batch = module.engine, rows * micro_batches
     if not isinstance(engine, DistributedEngine) or program.staged is not None:
-        return Rows(batch, micro_batches, device=engine.device, repeats=repeats)
+        return RankRows(batch, micro_batches, device=engine.device, repeats=repeats)
     axes = _axes_of(slots, rows, module.mesh)
-    return Rows(
+    return RankRows(
         batch,
         micro_batches,
         tuple(map(module.mesh.axis_size, axes)),

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
-from autoshard.data.rows import Rows, batch_of, micro_batches_of, module_of, rows_of
+from autoshard.data.rows import RankRows, batch_of, micro_batches_of, module_of, rows_of
 from autoshard.data.sources import (
     BatchSource,
     Collate,
@@ -240,7 +240,7 @@ def _stream_of(dataset: Any, shuffle: bool | None, options: dict[str, Any]) -> S
 
 def _rows(
     step: ShardedModule | TrainStep, module: ShardedModule, parts: int, batch_size: int, dataset: Any, collate: Collate
-) -> Rows:
+) -> RankRows:
     """Return this rank's rows of each batch, by the plan for `batch_size`, which is made if there is none yet.
 
     `dataset` is one with indices, or None.
@@ -265,7 +265,7 @@ def _program_for(module: ShardedModule, rows: int) -> CompiledProgram | None:
     return next((program for program in (*last, *module.programs) if batch_of(program) == rows), None)
 
 
-def _refuse_mixed(step: Any, module: ShardedModule, rows: Rows, dataset: Any, collate: Collate) -> None:
+def _refuse_mixed(step: Any, module: ShardedModule, rows: RankRows, dataset: Any, collate: Collate) -> None:
     """Raise `NotAvailableError` now, not at the end of an epoch, if the step cannot weigh the rows of a last batch."""
     count = len(dataset) % rows.batch
     if not rows.repeats or rows.micro_batches > 1 or not count:

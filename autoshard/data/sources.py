@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from autoshard.data.rows import Rows, order_of
+from autoshard.data.rows import RankRows, order_of
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]
@@ -58,7 +58,7 @@ class Reading:
         options: further arguments of `DataLoader`.
     """
 
-    rows: Rows
+    rows: RankRows
     collate: Collate
     shuffle: bool
     seed: int

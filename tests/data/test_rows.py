@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoshard
-from autoshard.data import Rows
+from autoshard.data import RankRows
 from autoshard.data.rows import batch_of as common_rows
 from autoshard.ir.loss_weights import full_parts
 from tests.end_to_end.test_micro_batches import CLASSES, COUNTED, OPTIMIZERS, PLAIN, WIDTH, Model, branching
@@ -23,7 +23,7 @@ PARTS, BATCH = 4, 16
 @given(size=st.integers(1, 24), parts=st.integers(1, 5), data=st.data())
 def test_micro_batches_hold_each_row_once(size: int, parts: int, data: st.DataObject) -> None:
     """Micro-batches have one size, follow each other, and weigh each row alike."""
-    rows = Rows(size * parts, parts)
+    rows = RankRows(size * parts, parts)
     count = data.draw(st.integers(1, rows.batch))
     runs = rows.runs(count)
     assert [row for run in runs for row in range(run.start, run.stop)] == list(range(count))
@@ -48,8 +48,8 @@ def test_ranks_together_have_the_rows_of_the_batch(
     places: list[tuple[int, ...]] = [()]
     for each in pieces:
         places = [(*place, number) for place in places for number in range(each)]
-    ranks = [Rows(size * len(places) * parts, parts, tuple(pieces), place) for place in places]
-    alone = Rows(size * len(places) * parts, parts)
+    ranks = [RankRows(size * len(places) * parts, parts, tuple(pieces), place) for place in places]
+    alone = RankRows(size * len(places) * parts, parts)
     count = data.draw(st.integers(1, alone.batch))
     for run in alone.runs(count):
         assert [place for rank in ranks for place in rank.places(run)] == list(alone.places(run))
@@ -65,7 +65,7 @@ def batch_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def compare(model: nn.Module, counts: list[int], optimizer: str, axes: dict[str, int]) -> None:
     """Steps on whole and on short batches beside one device: losses, then parameters."""
     alone, make = copy.deepcopy(model), OPTIMIZERS[optimizer]
-    stepping, rows = make(alone.parameters()), Rows(BATCH, PARTS)
+    stepping, rows = make(alone.parameters()), RankRows(BATCH, PARTS)
     step = autoshard.compile(
         model, autoshard.Mesh(axes), optimizer=make(model.parameters()), micro_batches=PARTS, time_budget_s=2
     )

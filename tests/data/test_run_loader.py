@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 import autoshard
 from autoshard import AutoshardError, CheckpointError, Checkpoints, Mesh, P
-from autoshard.data import Loader, Rows
+from autoshard.data import Loader, RankRows
 from autoshard.data.rows import order_of
 from autoshard.data.sources import IndexedSource, Reading, StreamSource
 from autoshard.runtime.micro_batches import CutBatch
@@ -58,7 +58,13 @@ class Resumed(Numbers):
 
 
 def made(
-    length: int, rows: Rows, *, kind: type[Numbers] | None = None, shuffle: bool = True, workers: int = 0, **more: Any
+    length: int,
+    rows: RankRows,
+    *,
+    kind: type[Numbers] | None = None,
+    shuffle: bool = True,
+    workers: int = 0,
+    **more: Any,
 ) -> Loader:
     """Return the loader of one rank, without processes."""
     source: Any = IndexedSource(range(length)) if kind is None else StreamSource(kind(length), None)
@@ -67,10 +73,10 @@ def made(
 
 
 @st.composite
-def layouts(draw: st.DrawFn, batch: int | None = None) -> list[Rows]:
+def layouts(draw: st.DrawFn, batch: int | None = None) -> list[RankRows]:
     """Draw the rows of each rank: of a batch in micro-batches, which some ranks share."""
     size, parts, pieces = draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)))
-    return [Rows(size * parts * pieces, parts, (pieces,), (place,)) for place in range(pieces)]
+    return [RankRows(size * parts * pieces, parts, (pieces,), (place,)) for place in range(pieces)]
 
 
 def samples_of(batches: list[Any]) -> list[int]:
@@ -84,7 +90,7 @@ def samples_of(batches: list[Any]) -> list[int]:
     return found
 
 
-def read(loaders: list[Loader], rows: list[Rows], most: int | None = None) -> list[int]:
+def read(loaders: list[Loader], rows: list[RankRows], most: int | None = None) -> list[int]:
     """Read an epoch, or `most` batches of it, on all ranks; return the samples in the order of the batches."""
     found: list[int] = []
     for number, batches in enumerate(zip(*loaders, strict=True)):
@@ -103,7 +109,9 @@ def _cut(batch: torch.Tensor, parts: int) -> CutBatch:
 
 
 @given(length=st.integers(1, 40), first=layouts(), then=layouts(), data=st.data())
-def test_a_run_goes_on_where_it_stopped(length: int, first: list[Rows], then: list[Rows], data: st.DataObject) -> None:
+def test_a_run_goes_on_where_it_stopped(
+    length: int, first: list[RankRows], then: list[RankRows], data: st.DataObject
+) -> None:
     """Runs stop anywhere, and go on with other ranks, micro-batches, batches and workers: each sample once an epoch."""
     kind = data.draw(st.sampled_from([None, None, Numbers, Resumed]))
     workers = data.draw(st.sampled_from([0, 0, 0, 2 if kind is None else 1]))
@@ -131,7 +139,7 @@ def test_a_run_goes_on_where_it_stopped(length: int, first: list[Rows], then: li
 
 def test_what_workers_have_read_ahead_is_not_consumed() -> None:
     """The place is that of the batch which the user has got."""
-    loader = made(20, Rows(2), shuffle=False, workers=2)
+    loader = made(20, RankRows(2), shuffle=False, workers=2)
     batches = iter(loader)
     assert [next(batches).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert loader.state_dict()["samples"] == 6
@@ -140,7 +148,7 @@ def test_what_workers_have_read_ahead_is_not_consumed() -> None:
 def test_workers_that_persist_serve_all_epochs() -> None:
     """An iteration that was broken off goes on with the same workers."""
     options = {"num_workers": 2, "persistent_workers": True}
-    reading = Reading(Rows(2, repeats=False), default_collate, False, 0, False, options)
+    reading = Reading(RankRows(2, repeats=False), default_collate, False, 0, False, options)
     loader = Loader(IndexedSource(range(7)), reading)
     assert [batch.tolist() for _, batch in zip(range(2), loader, strict=False)] == [[0, 1], [2, 3]]
     assert [batch.tolist() for batch in loader] == [[4, 5], [6]]
@@ -149,7 +157,7 @@ def test_workers_that_persist_serve_all_epochs() -> None:
 
 def test_a_stream_goes_on_from_its_own_position() -> None:
     """A stream with a position is not read from its beginning; a next epoch is."""
-    loader = made(10, Rows(2), kind=Resumed)
+    loader = made(10, RankRows(2), kind=Resumed)
     batches = iter(loader)
     next(batches), next(batches)
     again = Resumed(10)
@@ -162,10 +170,10 @@ def test_a_stream_goes_on_from_its_own_position() -> None:
 
 def test_the_end_of_an_epoch_is_kept() -> None:
     """A run that stopped behind the last batch goes on with the end of that epoch; `set_epoch` keeps a place in it."""
-    loader = made(4, Rows(2))
+    loader = made(4, RankRows(2))
     batches = iter(loader)
     next(batches), next(batches)
-    again = made(4, Rows(2))
+    again = made(4, RankRows(2))
     again.load_state_dict(loader.state_dict())
     assert again.epoch == 0
     again.set_epoch(0)
@@ -178,12 +186,12 @@ def test_the_end_of_an_epoch_is_kept() -> None:
 
 def test_lengths() -> None:
     """The number of batches of an epoch, with and without the last one; a stream without a length has none."""
-    assert len(made(10, Rows(4))) == 3
-    assert len(made(10, Rows(4), drop_last=True)) == 2
-    assert len(list(made(10, Rows(4), drop_last=True))) == 2
-    assert [len(batch) for batch in made(10, Rows(4), kind=Numbers, drop_last=True)] == [4, 4]
+    assert len(made(10, RankRows(4))) == 3
+    assert len(made(10, RankRows(4), drop_last=True)) == 2
+    assert len(list(made(10, RankRows(4), drop_last=True))) == 2
+    assert [len(batch) for batch in made(10, RankRows(4), kind=Numbers, drop_last=True)] == [4, 4]
     with pytest.raises(TypeError, match="has no length"):
-        len(made(10, Rows(4), kind=Numbers))
+        len(made(10, RankRows(4), kind=Numbers))
 
 
 class Epochs(Numbers):
@@ -414,7 +422,7 @@ def test_other_mistakes_are_refused(sharded: Any) -> None:
 
 def test_states_of_other_data_are_refused() -> None:
     """A state of another object, and a place within an epoch of another dataset."""
-    loader = made(10, Rows(4))
+    loader = made(10, RankRows(4))
     with pytest.raises(CheckpointError, match="The state of a loader has no epoch, samples"):
         loader.load_state_dict({"last_epoch": 3})
     with pytest.raises(CheckpointError, match="saved behind sample 4 of an epoch of 12, but the dataset has 10"):
