@@ -31,11 +31,11 @@ class RankSampler(Sampler[int]):
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch that this rank loads: for `DataLoader(dataset, batch_size=..., sampler=...)`."""
+        """Rows of a step's batch that this rank loads: for `DataLoader(dataset, batch_size=..., sampler=...)`."""
         return len(self._rows.of(self._rows.batch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and with it the random order; see `torch.utils.data.DistributedSampler`."""
+        """Set the epoch, which with `seed` determines the random order. Call it before each epoch, on all ranks."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -49,7 +49,8 @@ class RankSampler(Sampler[int]):
     def whole(self, batch: Any) -> Any:
         """Return the global batch as DTensors of this rank's rows; without processes, the rows themselves.
 
-        For a step with micro-batches a tensor becomes a `CutBatch` of DTensors, for the step alone.
+        For a step with micro-batches, each tensor becomes a `CutBatch`, with one DTensor for each micro-batch. Only the
+        step can read a `CutBatch`.
 
         Args:
             batch: a pytree from the loader: tensors of `batch_size` rows, and other values.
@@ -69,7 +70,8 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     Args:
         dataset: a dataset for `torch.utils.data.DataLoader`, with a length.
         sharded: result of `compile` for the batch of a step: pass `example_inputs=`, or call it once.
-        shuffle, seed: see `RankSampler`.
+        shuffle: draw each epoch in another random order, the same on all ranks.
+        seed: seed of the random order.
 
     Raises:
         TraceError: `sharded` is not a result of `compile`, or nothing is compiled yet.

@@ -232,7 +232,7 @@ def _inputs_of(program: CompiledProgram) -> list[LocalSlot]:
 
 
 def _axes_of(slots: list[LocalSlot], batch: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes that split dim 0 of every input.
+    """Return the axes that split dim 0 of every input, major to minor.
 
     Empty if two inputs have different splits, a split is uneven, or DTensor cannot have the axes in this order.
     """

@@ -1,6 +1,6 @@
-"""Cuts a graph in two. The first graph computes some results, and the second graph computes the other results.
+"""Cuts a graph in two. The first graph computes some of the results; the second computes the other results.
 
-The second graph reads intermediate values that the first graph returns.
+The second graph takes values that the first graph computed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def cut_graph(
 ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """Return the first graph, the second graph, and the number of values that the first hands to the second.
 
-    The first graph takes all inputs of `root`. It returns the results at the indices `results`, then the values that it
-    hands over. The second graph takes the values handed over, then all inputs of `root`. It returns the other results.
-    A collective's wait is in the graph that starts the collective.
+    The first graph takes all inputs of `root`. It returns the results at the indices `results`, then the values for the
+    second graph. The second graph takes these values, then all inputs of `root`, and returns the other results. A
+    collective's wait is in the graph that starts the collective.
 
     Args:
         root: a functional graph that returns a flat tuple.
-        results: indices of the first graph's results among those of `root`, in order.
-        hands_on_inputs: the first graph also hands over the inputs that the second graph reads. The second graph then
+        results: indices of the first graph's results among the results of `root`, in order.
+        hands_on_inputs: the first graph also hands over the inputs that the second graph reads, and the second graph
             takes only the values handed over.
 
     Example:
@@ -56,11 +56,7 @@ def cut_graph(
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the calls that compute `results`.
-
-    If a call returns a tuple, all its `getitem` nodes are included. If a call starts a collective, the collective's
-    wait is included.
-    """
+    """Return the calls that compute `results`, with all `getitem` nodes of tuples and all waits of collectives."""
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()

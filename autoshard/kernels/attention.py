@@ -54,11 +54,10 @@ def attention_reference(
         v: [B, G, T, E].
         mask: broadcastable to [B, H, S, T]. A bool mask is True where a query may attend. A float mask is added to the
             scores.
-        seed: int64 scalar tensor. Needed if dropout_p > 0.
+        seed: int64 scalar tensor, needed if dropout_p > 0.
         dropout_p: the probability that an attention weight is dropped, in [0, 1].
         is_causal: whether to mask the columns beyond the row's global index, besides `mask`.
         scale: factor on the scores, usually 1 / sqrt(D).
-        site: the number of this random operator in the program.
         offset: index of the first local score [B, H, S, T] in the global scores.
         global_shape: the shape [B, H, S, T] of the global scores.
 
@@ -95,7 +94,7 @@ def attention_backward_reference(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, with their shapes and dtypes. grad_out is [B, H, S, E]."""
+    """Return the gradients of q, k and v, in their shapes and dtypes. `grad_out` is [B, H, S, E]."""
     scores = _scores(q, k, mask, is_causal, scale, offset)
     dtype = scores.dtype
     probabilities = _probabilities(scores, lse)  # p
@@ -145,7 +144,7 @@ def attention_composite(
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
-    """Raise `ValueError` if operands do not fit each other, or dropout has no seed."""
+    """Raise `ValueError` if the shapes of q, k and v do not fit each other, or dropout has no seed."""
     shapes = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
     if not (q.dim() == k.dim() == v.dim() == 4):
         raise ValueError(f"attention takes q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; found {shapes}.")
@@ -158,7 +157,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropou
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]) -> Tensor:
-    """Return the scores [B, H, S, T] in the accumulation dtype, -inf where masked."""
+    """Return scores in the accumulation dtype, -inf where masked."""
     dtype = accumulation_dtype(q.dtype)
     scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
     if is_causal:
@@ -200,7 +199,6 @@ def _group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _merge(x: Tensor, q: Tensor) -> Tensor:
-    """Reshape [B, G, g S, X] back to [B, H, S, X]."""
     return x.reshape(*q.shape[:3], x.shape[-1])
 
 
@@ -240,20 +238,14 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_row_major(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor [B, H, S, size] whose memory is row-major [B, S, H, size].
-
-    By default, size and dtype are those of `x`.
-    """
+    """Return an empty tensor [B, H, S, size], by default like `x`, whose memory is row-major [B, S, H, size]."""
     batch, heads, rows, width = x.shape
     shape = (batch, rows, heads, width if size is None else size)
     return x.new_empty(shape, dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
-    """Return `x` with its dims in the order in which the dims of `like` lie in memory.
-
-    The result is a copy only if `x` lies in another order.
-    """
+    """Return `x`, copied if needed, with its dims in the order in which the dims of `like` lie in memory."""
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
     ordered = x.permute(order)
     if ordered.is_contiguous():
@@ -262,17 +254,14 @@ def in_layout_of(like: Tensor, x: Tensor) -> Tensor:
 
 
 def in_result_layout(q: Tensor, out: Tensor) -> Tensor:
-    """Return a kernel's row-major result `out` in the layout of `empty_results`.
-
-    The result is a copy only if `q` has the shape of `out` and is not row-major.
-    """
+    """Return a kernel's row-major result `out`, copied if needed, in the layout of `empty_results`."""
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
     return out if is_by_rows or q.shape != out.shape else in_layout_of(torch.empty_like(q), out)
 
 
 def in_row_major_layout(x: Tensor) -> Tensor:
-    """Return `x` [B, H, S, D] with row-major memory [B, S, H, D]. The result is a copy only if its layout differs."""
+    """Return `x` [B, H, S, D], copied if needed, with row-major memory [B, S, H, D]."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 

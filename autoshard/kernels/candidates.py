@@ -1,8 +1,7 @@
 """Launch configurations that tuning tries for a kernel: the default block sizes and warps, and their neighbours.
 
 The kernel's launcher computes the default from the operands' shapes. A neighbour has one block size, or the number of
-warps, doubled or halved. It may also have both doubled or both halved, so that each thread keeps its work. Block sizes
-that are not in `TUNABLE` cover a whole row or head, or determine the operands' layout.
+warps, doubled or halved, or both. Other block sizes than those of `TUNABLE` cover a row or head, or set a layout.
 """
 
 from __future__ import annotations
@@ -41,18 +40,12 @@ TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A launch configuration of a kernel.
-
-    Args:
-        blocks: names and values of the `constexpr` arguments that tuning may change.
-        num_warps: the warps of a program.
-    """
+    """A kernel's launch configuration: its tunable `constexpr` arguments by name, and the warps of a program."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
 
     def __str__(self) -> str:
-        """Format the choice, such as "BLOCK_R 2, BLOCK_C 64, 8 warps"."""
         blocks = "".join(f"{name} {size}, " for name, size in self.blocks)
         return f"{blocks}{self.num_warps} warps"
 
@@ -60,16 +53,7 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """Split a kernel's default constants into a launch configuration and the constants that tuning keeps.
-
-    Args:
-        constants: all `constexpr` arguments by name.
-        tunable: names of the constants that tuning may change.
-        num_warps: the default number of warps.
-
-    Returns:
-        The default configuration, and the other `constexpr` arguments by name.
-    """
+    """Split all `constexpr` arguments, by name, into the default configuration of the tunable ones, and the rest."""
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
     return Choice(tuple(blocks.items()), num_warps), fixed
@@ -79,7 +63,6 @@ def neighbours(choice: Choice, fixed: Mapping[str, object]) -> tuple[Choice, ...
     """Return the configurations that tuning tries. The default `choice` is the first.
 
     Args:
-        choice: the default configuration.
         fixed: the `constexpr` arguments that tuning keeps. Names that start with BLOCK are side lengths of the tile.
     """
     around = (choice, *_steps(choice))
@@ -99,18 +82,11 @@ def _steps(choice: Choice) -> Iterator[Choice]:
 
 
 def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
-    """Return the number of elements of a tile for each thread."""
     return math.prod(size for _, size in choice.blocks) * math.prod(sides.values()) / (32 * choice.num_warps)
 
 
 def _is_sensible(choice: Choice, sides: Mapping[str, int], least: float) -> bool:
-    """Whether a configuration keeps within the limits of warps and of elements per thread.
-
-    Args:
-        choice: the configuration.
-        sides: the fixed side lengths of the tile.
-        least: the lower limit of elements per thread. For tiny rows it is below `_MIN_PER_THREAD`.
-    """
+    """Check limits of warps and elements per thread. `sides` are fixed lengths of the tile, `least` may be tiny."""
     if not 1 <= choice.num_warps <= _MAX_WARPS or any(size < 1 for _, size in choice.blocks):
         return False
     return least <= _per_thread(choice, sides) <= _MAX_PER_THREAD

@@ -1,17 +1,16 @@
 """`autoshard::exchanged_experts` and its backward: expert parallelism, in which ranks exchange tokens by all-to-alls.
 
-Lepikhin et al., "GShard" (2020), section 3.2, without capacities. Each rank of the group holds other tokens and other
-experts. The first experts are on the first rank. A rank sends each token to the ranks of its experts, once for each
-expert, and receives the experts' results. Ranks first exchange the numbers of rows, so no row is dropped or padded. The
-host needs these numbers to start the all-to-alls. So on an accelerator it waits for them once in each call.
+Lepikhin et al., "GShard" (2020), section 3.2, without capacities. A rank sends each token to the ranks of its experts,
+once for each expert, and receives the experts' results. The first experts are on the first rank. Ranks first exchange
+the numbers of rows, so no row is dropped or padded. The host waits for these numbers once in each call.
 
 Operands and results are those of `autoshard::experts`, for a rank's own tokens and its own experts. `index` counts
 experts over the whole group, and `experts` is their number in the whole group.
 
-`exchanged_experts_keeping` also returns values that the backward would otherwise receive and compute a second time.
-They are the R rows that arrived [R, H], and u [R, g I], the rows' products with `gate_up`. Both are sorted by expert.
-The third value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory.
-`exchanged_experts_kept_backward` takes these values. R depends on the routers' choices. Fake tensors have the mean R.
+`exchanged_experts_keeping` also returns values that spare `exchanged_experts_kept_backward` an exchange and a product.
+They are the R rows that arrived [R, H], and their products u with `gate_up` [R, g I], both sorted by expert. The third
+value has the numbers of sent and arrived rows, [2, ranks, experts of a rank], in the host's memory. R depends on the
+routers' choices. Fake tensors have the mean R.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from autoshard.kernels.experts import (
 )
 
 Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
-"""A generator of exchanges, as for `Steps`, that returns tensors in transit, for `arrived`."""
+"""Yields exchanges as `Steps` does, and returns tensors on their way. `arrived` gives the tensors themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,7 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """Return the route of this rank's rows.
-
-        Args:
-            order: the numbers of this rank's assignments, sorted by expert.
-            counts: the result of `_counted`.
-        """
+        """Return the route of this rank's rows. `order` is the field's value, and `counts` the result of `_counted`."""
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()
         ids = torch.arange(held, device=order.device).repeat(ranks)
@@ -82,10 +76,7 @@ class Route:
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
     def take(self, pending: list[Tensor]) -> Tensor:
-        """Remove the first tensor in transit from the list `pending`, and wait for the tensor.
-
-        Return the tensor's rows, sorted by expert.
-        """
+        """Wait for the first tensor of the list `pending`, remove it, and return its rows sorted by expert."""
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
@@ -141,19 +132,13 @@ def _forward(
 
 
 def forward_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts` on one rank: yield its exchanges, and return its result.
-
-    `arguments` are the operator's arguments, without the group.
-    """
+    """Yield one rank's exchanges of `exchanged_experts`, and return its result. The arguments leave out the group."""
     (out,) = yield from _forward(False, *arguments)
     return out
 
 
 def keeping_steps(*arguments: Any) -> Steps:
-    """Run `exchanged_experts_keeping` on one rank: yield its exchanges, and return its results.
-
-    `arguments` are the operator's arguments, without the group.
-    """
+    """Yield one rank's exchanges of `exchanged_experts_keeping`, given its arguments without the group."""
     return (yield from _forward(True, *arguments))
 
 
@@ -200,11 +185,9 @@ def _gradients(
     The gradients of the matrices are computed while the gradients of rows travel back to their ranks.
 
     Args:
-        held: the experts of this rank.
-        route: the rows that were sent and received.
         pending: tensors in transit to this rank: the gradient of each row's result, then each row's weight.
         rows, u: the rows that arrived in the forward, and their products with `gate_up`.
-        index: [T, k], the experts of this rank's tokens, for the shape.
+        index: [T, k], read for its shape only.
     """
     groups = route.arrived
     hidden, backward = held.hidden(u)

@@ -85,9 +85,5 @@ def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_one_call(node: fx.Node) -> bool:
-    """Whether the function of a node's operator computes the whole operator at once.
-
-    Attention with dropout is the exception: its function has calls for each block of queries.
-    """
     place = _DROPOUT_P.get(node.target)  # type: ignore[arg-type]
     return place is None or bool(node.args[place] == 0.0)

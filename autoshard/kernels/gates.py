@@ -22,9 +22,7 @@ aten = torch.ops.aten
 class Activation:
     """An activation and its derivative.
 
-    Args:
-        forward: maps x to the activation.
-        backward: `backward(grad, x, out)` writes the gradient of x into `out` and returns it. `out` may be `grad`.
+    `backward(grad, x, out)` writes the gradient of x into `out`, which may be `grad`, and returns it.
     """
 
     forward: Callable[[Tensor], Tensor]

@@ -32,10 +32,7 @@ class Tile:
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
-    """Return the tile for rows of `columns` elements.
-
-    The tile is at most `max_columns` wide. A program walks longer rows block by block.
-    """
+    """Return the tile for rows of `columns` elements. A program walks rows over `max_columns` wide block by block."""
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
@@ -47,12 +44,12 @@ def cdiv(count: int, size: int) -> int:
 
 
 def over_rows(rows: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """Return a function from block sizes to the launch grid: one program for each BLOCK_R rows."""
+    """Return a function from block sizes by name to the launch grid: one program for each BLOCK_R rows."""
     return lambda blocks: (cdiv(rows, blocks["BLOCK_R"]),)
 
 
 def over_pieces(rows: int, columns: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
-    """Return a function from block sizes to the launch grid: one program for each tile of BLOCK_R by BLOCK_C."""
+    """Return a function from block sizes by name to the launch grid: a program for each tile of BLOCK_R by BLOCK_C."""
     return lambda blocks: (cdiv(rows, blocks["BLOCK_R"]), cdiv(columns, blocks["BLOCK_C"]))
 
 
@@ -63,7 +60,7 @@ def as_rows(x: Tensor, columns: int) -> Tensor:
 
 
 def refuse_dtypes(**tensors: Tensor | None) -> str | None:
-    """Return the reason that kernels do not support a tensor's dtype, or None if they support all of them."""
+    """Return why Triton kernels do not support the dtype of one of the tensors, or None if they support all."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             return f"{name} has dtype {tensor.dtype}; the kernel takes float32, bfloat16 and float16."
@@ -71,14 +68,14 @@ def refuse_dtypes(**tensors: Tensor | None) -> str | None:
 
 
 def refuse_columns(columns: int) -> str | None:
-    """Return the reason that a kernel that holds whole rows does not support rows of `columns` elements, or None."""
+    """Return why a kernel that holds whole rows does not support rows of `columns` elements, or None if it does."""
     if 1 <= columns <= MAX_COLUMNS:
         return None
     return f"a row has {columns} elements; the kernel holds whole rows of 1 to {MAX_COLUMNS}."
 
 
 def require(name: str, reason: str | None) -> None:
-    """Raise `KernelError` for the kernel `name` if there is a reason against it."""
+    """Raise `KernelError` for the kernel `name` unless `reason`, an answer of a `why_not` function, is None."""
     if reason is not None:
         raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 
@@ -99,11 +96,8 @@ def launch(
     While tuning is active, the tuner may replace the given block sizes and warps by faster ones.
 
     Args:
-        kernel: the function.
         grid: maps block sizes by name to the number of programs along each axis of the grid.
-        device: the device of the tensors.
         arguments: the arguments that are not `constexpr`, in order.
-        num_warps: the number of warps without tuning.
         tunable: names of the `constexpr` arguments that tuning may change. The default is the kernel's entry in
             `TUNABLE`.
         follow: maps the tunable constants to further constants that depend on them.
@@ -129,5 +123,5 @@ def launch(
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which `device` is the current CUDA device, because Triton launches on the current device."""
+    """Make `device` the current CUDA device, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -12,15 +12,10 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path, purpose: str) -> None:
-    """Make a folder that only this user can open, and its parents. An existing folder must already be private.
+    """Make a folder that only this user can open, and its parents, or raise `OSError`.
 
-    Args:
-        folder: the folder.
-        purpose: the folder's contents, for the error message, such as "generated kernels".
-
-    Raises:
-        OSError: the folder cannot be made.
-        KernelError: the folder belongs to another user, or other users can write to it.
+    An existing folder must already be private, else `KernelError` is raised. `purpose` names the folder's contents in
+    the message, such as "generated kernels".
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -28,10 +23,7 @@ def make_private(folder: Path, purpose: str) -> None:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """Raise `KernelError` if a folder belongs to another user, or other users can write to it.
-
-    A folder that does not exist is private.
-    """
+    """Raise `KernelError` if a folder belongs to another user, or other users can write to it. It need not exist."""
     try:
         found = folder.stat()
     except OSError:

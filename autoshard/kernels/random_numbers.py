@@ -57,10 +57,8 @@ def random_reference(
         distribution: a name in `DISTRIBUTIONS`.
         parameters: the distribution's parameters, in the order of the module's table.
         site: the number of this random operator in the program.
-        shape: the shard's shape.
         offset: global index of the shard's first element, one entry per dim.
         global_shape: the shape of the whole array.
-        dtype: the dtype of the result.
 
     Returns:
         Tensor of `shape`, contiguous.
@@ -80,12 +78,12 @@ def random_reference(
 
 
 def bits_53(high: Tensor, low: Tensor) -> Tensor:
-    """Return int64 numbers in [0, 2^53) made of two words of 32 bits."""
+    """Return int64 numbers in [0, 2^53) made of two tensors of 32 bit words."""
     return (high << 21) | (low >> 11)
 
 
 def unit(high: Tensor, low: Tensor) -> Tensor:
-    """Return float64 numbers in [0, 1) made of two words of 32 bits."""
+    """Return float64 numbers in [0, 1) made of two tensors of 32 bit words."""
     return bits_53(high, low).to(torch.float64) * _UNIT
 
 
@@ -146,13 +144,7 @@ def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One distribution of `autoshard::random`.
-
-    Args:
-        draw: `draw(words, *parameters, dtype=dtype)` returns a random number for each element.
-        accepts: maps the parameters to a bool, whether they are in range.
-        range: the condition of `accepts` as text, for messages.
-    """
+    """A distribution: how to draw numbers from words, and which parameters it accepts, also as text."""
 
     draw: Callable[..., Tensor]
     accepts: Callable[..., bool]

@@ -6,9 +6,8 @@
   product, as in cuDNN.
 * RNN: Elman, "Finding structure in time" (1990).
 
-The product of the input with its weights does not depend on the state. So the caller computes it for all steps at once
-(Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs", 2016). It is an ordinary matrix
-product, which can be sharded. FlashRNN (Poeppel et al. 2024) has the same operands.
+The caller computes the product of the input with its weights for all steps at once, as an ordinary matrix product.
+Source: Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs" (2016).
 
 Shapes: B batch, T time, H hidden, P output size. P is H, or less with a projection. The operand `inputs` at step t is
 x_t [B, gates H], the product of the input with its weights. The state before the step is h' and c'.
@@ -36,7 +35,7 @@ from autoshard.kernels.library import accumulation_dtype, define, differentiate
 def lstm_reference(
     inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run all time steps of an LSTM layer.
+    """Run all time steps of an LSTM layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, 4 H], the product x W_ih^T plus all biases, gates in the order i, f, g, o.
@@ -50,9 +49,6 @@ def lstm_reference(
     Returns:
         y [B, T, P] and the states after the last step, [B, P] and [B, H]. For the backward, also gates [B, T, 4 H]
         after their nonlinearities, and cells [B, T, H].
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("lstm", 4, inputs, (h0, c0), w_hh, w_hr)
     h, c = h0, c0.to(accumulation_dtype(inputs.dtype))
@@ -129,7 +125,7 @@ def lstm_backward_reference(
 def gru_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run all time steps of a GRU layer.
+    """Run all time steps of a GRU layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, 3 H], the product x W_ih^T + b_ih, gates in the order r, z, n.
@@ -141,9 +137,6 @@ def gru_reference(
     Returns:
         y [B, T, H] and the state after the last step [B, H]. For the backward, also gates [B, T, 4 H], the values of
         r, z, n and q.
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("gru", 3, inputs, (h0,), w_hh)
     dtype, parts = accumulation_dtype(inputs.dtype), (2 * h0.shape[1], h0.shape[1])
@@ -191,7 +184,7 @@ def gru_backward_reference(
 def rnn_reference(
     inputs: Tensor, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, relu: bool, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run all time steps of an Elman layer.
+    """Run all time steps of an Elman layer, of at least one step. Raise `ValueError` if shapes do not fit.
 
     Args:
         inputs: [B, T, H], the product x W_ih^T plus all biases.
@@ -202,9 +195,6 @@ def rnn_reference(
 
     Returns:
         y [B, T, H], and the state after the last step [B, H].
-
-    Raises:
-        ValueError: shapes do not fit, or there is no time step.
     """
     _check("rnn", 1, inputs, (h0,), w_hh)
     nonlinearity = torch.relu if relu else torch.tanh
@@ -256,24 +246,18 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """Return the indices of the time steps of `x` [B, T, ...] in the order of execution."""
+    """Return the indices of time steps in the order of execution."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """Stack the values of time steps, given in the order of execution, to [B, T, ...] in the dtype of `like`."""
+    """Stack the values of time steps, given in the order of execution, to [B, T, ...]."""
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each step, [B, T, ...].
-
-    Args:
-        states: the state after each step, [B, T, ...].
-        first: the state before the first executed step, [B, ...].
-        reverse: whether steps run from the last to the first.
-    """
+    """Return the state before each step from the state after each step, both [B, T, ...]. `first` is [B, ...]."""
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
         return torch.cat((states[:, 1:], first), dim=1)
@@ -281,20 +265,16 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Return a bool tensor [B, 1], whether each row runs step t. None if all rows run all steps."""
+    """Whether each row runs step t, bool [B, 1]. None if all rows run all steps."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
 def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    """Return `new` for rows that run the step, and `old` for all other rows."""
     return new if running is None else torch.where(running, new, old)
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """Return `values` [B, T, ...] with zeros beyond each row's length.
-
-    So no gradient passes a step that did not run.
-    """
+    """Write zeros beyond each row's length, so that no gradient passes a step that did not run."""
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
@@ -302,7 +282,6 @@ def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
 
 
 def _start(grad: Tensor | None, state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a final state as `dtype`, or zeros like `state` if `grad` is None."""
     return torch.zeros_like(state, dtype=dtype) if grad is None else grad.to(dtype)
 
 
@@ -315,12 +294,7 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """Return a weight's gradient [M, N], summed over batch and time.
-
-    Args:
-        grad: the gradient of the products of operand and weight, [B, T, M].
-        operand: the operand of these products, [B, T, N].
-    """
+    """Sum over batch and time, [M, N], from the products' gradient [B, T, M] and their operand [B, T, N]."""
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 
 

@@ -44,14 +44,13 @@ from autoshard.kernels.library import accumulation_dtype
 from autoshard.kernels.native_attention import merge_into, native_attention, native_attention_backward
 
 Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
-"""A generator of exchanges, as for `Steps`, that returns a list of tensors."""
+"""A generator that yields exchanges, as `Steps` does, and returns a list of tensors."""
 
 
 class _HopCall(NamedTuple):
-    """Attention of some of a rank's queries to some of the keys that are on the rank during a hop.
+    """Attention of some of a rank's queries (`rows`) to some of the keys that are on the rank during a hop (`keys`).
 
-    `rows` selects queries of the rank, and `keys` selects the keys. `columns` is the range of these keys among the keys
-    of all ranks. `is_causal` and `offset` are arguments of `autoshard::attention`.
+    `columns` is the range of these keys among the keys of all ranks.
     """
 
     rows: slice
@@ -91,10 +90,7 @@ class Ring:
         return len(self.starts)
 
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
-        """Start to send pieces [B, H, T, ...] to the next rank and to receive the pieces of the previous rank.
-
-        The generator returns the tensors in transit, for `wait_for_pieces`.
-        """
+        """Start to send pieces [B, H, T, ...] to the next rank and to receive the previous rank's pieces."""
         if not tensors:
             return ()
         rows = tensors[0].shape[0]
@@ -107,9 +103,7 @@ class Ring:
     def calls(self, hop: int, queries: int) -> Iterator[_HopCall]:
         """Yield the calls of attention that the rank computes at a hop, none if causality masks all keys.
 
-        Args:
-            hop: the number of the hop, from 0.
-            queries: the number of the rank's queries.
+        `hop` counts from 0. `queries` is the number of the rank's queries.
         """
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
@@ -127,7 +121,7 @@ class Ring:
             yield _HopCall(slice(queries // 2, queries), keys, keys, False, self.offset)
 
     def attend(self, call: _HopCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None) -> Any:
-        """Return result and log-sum-exp of attention for the queries and keys of `call`."""
+        """Return result and log-sum-exp of the queries `call.rows` over the keys `call.keys`."""
         operands = (q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys], _columns(mask, call))
         return native_attention(*operands, seed, *self._constants(call))
 
@@ -157,7 +151,6 @@ class Ring:
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of a rank's early and late block."""
         return rank, 2 * self.ranks - 1 - rank
 
     def _exchange_blocks(
@@ -165,10 +158,7 @@ class Ring:
     ) -> Travelling:
         """Exchange half pieces [B, H, S / 2, ...] among all ranks, and return this rank's new pieces.
 
-        Args:
-            tensors: this rank's pieces [B, H, S, ...].
-            before: maps a rank to the numbers of the two blocks that it has.
-            after: maps a rank to the numbers of the two blocks that it gets.
+        `before` and `after` map a rank to the numbers of the two blocks that it has, and gets.
         """
         ranks = range(self.ranks)
         target, source = ({block: rank for rank in ranks for block in of(rank)} for of in (after, before))
@@ -192,10 +182,7 @@ def wait_for_pieces(pending: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *constants: Any) -> Steps:
-    """Run `ring_attention` on one rank: yield its exchanges, and return result and log-sum-exp of its queries.
-
-    `constants` are the fields of `Ring`, in order.
-    """
+    """Yield one rank's exchanges of `ring_attention`, and return its results. `constants` are the fields of `Ring`."""
     ring, dtype = Ring(*constants), q.dtype
     out, lse = empty_results(q, v)
     out, lse = out.to(accumulation_dtype(dtype)).zero_(), lse.fill_(-math.inf)
@@ -220,10 +207,7 @@ def backward_steps(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     seed: Tensor | None, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """Run `ring_attention_backward` on one rank: yield its exchanges, and return the gradients of its q, k and v.
-
-    `constants` are the fields of `Ring`, in order.
-    """
+    """Yield one rank's exchanges of `ring_attention_backward`. `constants` are the fields of `Ring`."""
     ring = Ring(*constants)
     if ring.is_paired:
         grad_out, q, k, v, out, lse = yield from ring.to_pairs(grad_out, q, k, v, out, lse)
@@ -258,7 +242,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _columns(mask: Tensor | None, call: _HopCall) -> Tensor | None:
-    """Return the mask's columns for the keys of `call`, with four dims of which each may be 1. Without a mask: None."""
+    """Return the mask's columns for the keys of `call`, with four dims of which each may be 1."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]

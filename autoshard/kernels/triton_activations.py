@@ -21,7 +21,7 @@ _MAX_BLOCK = 1024
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Return the activation of float32 x."""
+    """Return the activation of float32 x. ACTIVATION is a name of `ACTIVATIONS`."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     if ACTIVATION == "gelu":
@@ -32,7 +32,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope(x, ACTIVATION: tl.constexpr):
-    """Return the derivative of the activation at float32 x."""
+    """Return the derivative of the activation at float32 x. ACTIVATION is a name of `ACTIVATIONS`."""
     if ACTIVATION == "silu":
         gate = tl.sigmoid(x)
         return gate * (1.0 + x * (1.0 - gate))
@@ -62,5 +62,5 @@ def piece_tile(columns: int) -> Tile:
 
 
 def refuse_activation(activation: str) -> str | None:
-    """Return the reason that kernels do not support the activation, or None if they do."""
+    """Return why kernels do not support the activation, or None if its name is in `ACTIVATIONS`."""
     return None if activation in ACTIVATIONS else f"activation={activation!r} is not one of {ACTIVATIONS}."

@@ -41,7 +41,7 @@ def batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Rule | None:  # fmt: skip
-    """Return the rule, or None if the call writes running statistics in place, because programs are functional."""
+    """Return no rule (None) if the call writes running statistics in place, because programs are functional."""
     if training and running_mean is not None:
         return None
     return _forward(x, [weight, bias, running_mean, running_var], training, updates=False)
@@ -71,16 +71,10 @@ def batch_norm_in_evaluation(
 
 
 def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
-    """Return the rule of a forward.
+    """Return the rule of a forward; `others` are weight and bias, then any running mean and variance.
 
-    The results are the output, mean and inverse deviation of the batch (empty in evaluation), and with `updates` the
-    new running mean and variance.
-
-    Args:
-        x: the operand.
-        others: weight and bias, and running mean and variance if the operator takes them.
-        training: whether statistics are those of the batch.
-        updates: whether the operator returns new running statistics.
+    The results are the output, mean and inverse deviation of the batch (empty without `training`). With `updates`, the
+    new running mean and variance follow.
     """
     dims = _x_dims(x)
     operands = (dims, *[_CHANNELS for tensor in others if tensor is not None])
@@ -95,7 +89,7 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 
 
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """Return carries of partial values through weight and bias into the output. The output is affine in both."""
+    """Return carries of partial values through weight and bias into the output, which is affine in both."""
     weight, bias = others[:2]
     if bias is None:
         return sums((1,)) if weight is not None else []
@@ -125,15 +119,9 @@ def _local_forward(
     context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtypes: _Types, updates: bool,
     elements: Sequence[str],
 ) -> Any:  # fmt: skip
-    """Emit the forward in training, with statistics of the global batch.
+    """Emit the forward in training, with statistics over `elements`, the factors of the global batch and spatial dims.
 
-    Args:
-        context: the pieces of the rank.
-        x, weight, bias: the operands.
-        rest: running mean and variance if the operator takes them, then training, momentum and eps.
-        dtypes: dtypes of operand and statistics.
-        updates: whether the operator returns new running statistics.
-        elements: the factors that statistics are averaged over.
+    `rest` has any running mean and variance, then training, momentum and eps.
     """
     if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)

@@ -1,8 +1,7 @@
 """Rules of convolutions: batch, groups, channels and spatial dims may be split.
 
 A convolution is linear in operand and weight. The result is a sum over input channels, so a bias must be a partial sum
-if input channels are split. Pieces of a spatial dim are extended by elements of the neighbours
-(`autoshard.rules.halo`).
+if input channels are split. Pieces of a spatial dim are extended by halos (`autoshard.rules.halo`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _windows(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int],
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """Return the windows of each spatial dim. The windows of a transposed convolution slide over its result.
+    """Return the windows of each spatial dim, which slide over the result of a transposed convolution.
 
     Halos of complex numbers are not exchanged, so their spatial dims cannot be split.
     """
@@ -109,10 +108,7 @@ def convolution(
 def _local_convolution(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any, halos: Sequence[Halo]
 ) -> Any:
-    """Emit a convolution of the rank's piece, extended by halos.
-
-    `rest` is dilation, transposed, output_padding and groups.
-    """
+    """Emit a convolution of the rank's piece, extended by halos. `rest` ends with the number of groups."""
     *others, _ = rest
     split = split_halos(context, halos)
     x = extend_all(context, x, split, 0)
@@ -123,10 +119,7 @@ def _local_transposed(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any,
     windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
-    """Emit a transposed convolution of the piece with halos, and cut the result to the rank's piece.
-
-    `rest` is dilation, transposed, output_padding and groups.
-    """
+    """Emit a transposed convolution of the piece with halos, cut to the rank's piece. `rest` ends with the groups."""
     *others, _ = rest
     split = [window for window in windows if context.shards(window.factor) > 1]
     halos = [_needed(window) for window in split]
@@ -149,7 +142,7 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     output_mask: Sequence[bool],
 ) -> Rule:  # fmt: skip
-    """Return the rule. The gradient of the bias does not depend on input channels, so a split leaves it whole."""
+    """The gradient of the bias does not depend on input channels, so their split leaves this gradient whole."""
     windows = _windows(x, weight, stride, padding, dilation, transposed, output_padding)
     x_dims, weight_dims, result = _operand_dims(windows, transposed=transposed)
     gradients = (x_dims, weight_dims, (_OUT_CHANNELS,))
@@ -179,10 +172,7 @@ def _local_convolution_backward(
     context: LocalContext, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, *rest: Any,
     halos: Sequence[Halo],
 ) -> Any:  # fmt: skip
-    """Emit the backward of a convolution: extend the operand by halos, and fold its gradient back to the piece.
-
-    `rest` is dilation, transposed, output_padding, groups and output_mask.
-    """
+    """Emit the backward: extend the operand by halos, fold its gradient. `rest` ends with groups and output_mask."""
     *others, _, output_mask = rest
     split = split_halos(context, halos)
     options = (stride, _inner(context, padding, split), *others, context.local_size("g"), output_mask)
@@ -201,8 +191,7 @@ def _local_transposed_backward(
     """Emit the backward of a transposed convolution: extend the gradient of the result by halos.
 
     The gradient of the operand is a convolution of the gradient of the result. The gradient of the bias is summed
-    before the extension, because the bias was added only to the rank's own piece. `rest` is dilation, transposed,
-    output_padding, groups and output_mask.
+    before the extension, because the bias was added only to the rank's own piece.
     """
     dilation, transposed, output_padding, _, output_mask = rest
     split, groups = split_halos(context, halos), context.local_size("g")

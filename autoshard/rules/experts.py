@@ -31,7 +31,7 @@ def experts(
     x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None, down: _Tensor,
     experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Return the rule: results are linear in the router's weights and in the matrices `down`."""
+    """Results are linear in the router's weights and in the matrices `down`."""
     held = _held(gate_up_bias is not None, transposed, interleaved)
     return Rule(
         f"{_TOKENS}, {_TOKENS}, {_TOKENS}, {', '.join(held)} -> {_TOKENS}",
@@ -45,11 +45,7 @@ def experts_backward(
     grad_out: _Tensor, x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None,
     down: _Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Return the rule.
-
-    Gradients of matrices are sums over tokens. Gradients of tokens and of the router's weights are sums over experts
-    and over intermediate values.
-    """
+    """Gradients of matrices are sums over tokens; all other gradients, over experts and intermediate values."""
     held = ", ".join(_held(gate_up_bias is not None, transposed, interleaved))
     return Rule(
         f"{', '.join([_TOKENS] * 4)}, {held} -> {_TOKENS}, {_TOKENS}, {held}",
@@ -74,10 +70,9 @@ def _local_backward(context: LocalContext, grad_out: Any, x: Any, index: Any, *r
 
 
 def _call(context: LocalContext, exchanged: Any, tokens: tuple[Any, ...], index: Any, rest: tuple[Any, ...]) -> Any:
-    """Emit the call on a rank's experts.
+    """Emit the call on a rank's experts, or the operator `exchanged` if one axis splits both tokens and experts.
 
-    If one axis splits both tokens and experts, emit the operator `exchanged`. If experts are split otherwise, subtract
-    the number of the rank's first expert from the indices.
+    If experts are split otherwise, indices are counted from the rank's first expert.
     """
     group = context.group("t", "e")
     if group is not None:

@@ -1,4 +1,4 @@
-"""Rules of resampling, `im2col`, `pixel_shuffle` and `grid_sampler`. Pooling is in `autoshard.rules.pooling`.
+"""Rules of resampling, `im2col`, `pixel_shuffle` and `grid_sampler`.
 
 Ranks may split batch and channels. Each rank needs whole spatial dims of its operand. Every backward is linear in the
 gradient. Interpolation is also linear in its operand.
@@ -23,21 +23,16 @@ _LINEAR = ((0,),)
 
 
 def _planes(x: torch.Tensor, space: int) -> Dims:
-    """Return the dims of a tensor. The last `space` dims cannot be split, and all others have one factor each."""
+    """Return dims of a tensor, of which the last `space` cannot be split."""
     return (*named(x.dim() - space), *all_blocked(space))
 
 
 def _window(
     space: int, results: int = 1, *, is_linear: bool = False, carries: Sequence[Carry] = ()
 ) -> Callable[..., Rule]:
-    """Return the rule function of an operator whose tensor operands and results all end in `space` spatial dims.
+    """Return the rule function of an operator whose tensor operands and results all end in `space` unsplittable dims.
 
-    Args:
-        space: the number of spatial dims, which cannot be split.
-        results: the number of results.
-        is_linear: whether the operator is linear in its first operand. For integers the rule is not linear, because
-            results are rounded.
-        carries: further partial values that pass.
+    `is_linear`: the operator is linear in its first operand, except for integers, whose results are rounded.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -79,7 +74,7 @@ for _space, _names in _RESAMPLERS.items():
 
 @sharding_rule(aten.im2col.default)
 def im2col(x: torch.Tensor, *_: Any) -> Rule:
-    """Return the rule. A dim of the result is channels (major), which may be split, times window elements (minor)."""
+    """A dim of the result is channels (major), which may be split, times window elements (minor)."""
     batch = named(x.dim() - 3, "n")
     result = (*batch, ("c", "_"), BLOCKED)
     return Rule((((*batch, ("c",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR)
@@ -121,10 +116,7 @@ def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
 
 
 def _within_planes(space: int) -> dict[str, Fill]:
-    """Return `Rule.padding` that fills a grid with 0, which is a valid position.
-
-    With NaN in the padding, ATen's kernels would read anywhere in memory.
-    """
+    """Return `Rule.padding` that fills a grid with 0, a valid position: at NaN, ATen's kernels would read anywhere."""
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 
 
@@ -137,11 +129,7 @@ def _grid_sampler(space: int) -> Callable[..., Rule]:
 
 
 def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
-    """Return the rule function of the backward of `grid_sampler`.
-
-    The operand's gradient is a sum over the grid's positions. The grid's gradient is a sum over channels, and is linear
-    in the operand.
-    """
+    """Return the rule function: the operand's gradient is a sum over grid positions, the grid's over channels."""
 
     def rule(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any) -> Rule:
         x_dims, grid_dims, result = _grid_dims(space)

@@ -32,10 +32,7 @@ aten = torch.ops.aten
 
 
 def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any, Any]:
-    """Emit the indices into the rank's piece of `factor`, and a mask of the indices that belong to other ranks.
-
-    The indices of other ranks become 0.
-    """
+    """Emit indices into the rank's piece of `factor`, and a mask of the indices of other ranks, which become 0."""
     shifted = context.call(aten.sub.Tensor, indices, context.offset(factor))
     too_low = context.call(aten.lt.Scalar, shifted, 0)
     too_high = context.call(aten.ge.Scalar, shifted, context.real_size(factor))
@@ -167,7 +164,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
 
 
 def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """Return the dims of a call in which no dim may be split. The result has the shape of the first operand."""
+    """Return the dims of a call in which no dim may be split, and whose result has the shape of the first operand."""
     dims = tuple(all_blocked(operand.dim()) for operand in operands)
     return dims, dims[:1]
 
@@ -206,10 +203,9 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
 
 
 def _aligned(shape: Sequence[int], index_shape: Sequence[int], position: int) -> tuple[Dims, Dims]:
-    """Return the dims of an operand and of its index.
+    """Return the dims of an operand and of its index: factor `v` in the operand and `i` in the index along `position`.
 
-    Along `position`, the operand has the factor `v` and the index has the factor `i`. Other dims share their factor if
-    sizes agree, and cannot be split otherwise.
+    Other dims share their factor if sizes agree, and cannot be split otherwise.
     """
     dims = named(len(shape))
     shared = [size == other for size, other in zip(shape, index_shape, strict=True)]
@@ -264,16 +260,10 @@ def scatter_reduce(
 def _reducing(
     sides: tuple[tuple[Dims, ...], tuple[Dims, ...]], x: torch.Tensor, reduce: str, include_self: bool
 ) -> Rule:
-    """Return the rule of an operator that reduces elements of operand 2 into operand 0 at indices with the factor `i`.
+    """Return the rule of an operator that reduces elements of operand 2 into operand 0, `x`, at indices of factor `i`.
 
-    `i` may be split for a sum, product, maximum or minimum that includes the old elements of operand 0. A mean needs
-    all elements.
-
-    Args:
-        sides: the dims of operands and result.
-        x: operand 0.
-        reduce: the name of the reduction: "sum", "mean", "prod", "amax" or "amin".
-        include_self: whether the old elements of operand 0 are part of the reduction.
+    `reduce` is "sum", "mean", "prod", "amax" or "amin". `i` may be split if the reduction includes the old elements of
+    `x` (`include_self`). A mean needs all elements.
     """
     linear, carries = _REDUCED[reduce]
     if reduce in ("sum", "mean") and not x.is_floating_point():  # means round, and sums wrap round
@@ -416,7 +406,7 @@ def embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, per_sample_weights: torch.Tensor | None = None, *_: Any,
 ) -> Rule | None:  # fmt: skip
-    """Return the rule: columns of the table may be split.
+    """Columns of the table may be split.
 
     The last result of a maximum (mode 2) has the row of each column's maximum, so it is split with the columns.
     """
@@ -428,10 +418,7 @@ def embedding_bag(
 
 @sharding_rule(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
 def embedding_bag_backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-    """Return the rule: columns may be split. Other operands are indices and weights, of rows or of elements.
-
-    For maxima, an operand has an index for each element, and is split with the columns.
-    """
+    """Columns may be split. For maxima, an operand has an index for each element, and is split with the columns."""
     result = (BLOCKED, ("d",))
     others = (result if x.dim() == 2 else all_blocked(x.dim()) for x in tensor_operands(args, kwargs))
     return Rule(((result, *others), (result,)), linear=[(0,)])

@@ -48,11 +48,11 @@ _MOST_OPERANDS_FOR_ALL_SETS = 5
 
 @dataclass(frozen=True, slots=True)
 class FoundFactor:
-    """A factor that may be split.
+    """A factor that the operator's calls may be split along.
 
     Args:
-        tie: the operand dims of the factor.
-        outcomes: for each result, the way in which its pieces make it up.
+        tie: the operand dims that have the factor.
+        outcomes: for each result, the way in which its pieces make up the whole.
         added: indices of operands that must be partial sums if the factor is split.
     """
 
@@ -62,13 +62,13 @@ class FoundFactor:
 
     @property
     def reduction(self) -> str | None:
-        """The reduction over this factor, or None if no result needs a reduction."""
+        """The reduction of results over this factor, or None if every result is concatenated or whole."""
         return next((outcome for outcome in self.outcomes if outcome in _REDUCTIONS), None)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """An inferred rule, and the text `kind` that `_kind_of_call` returns for the calls that it covers."""
+    """An inferred rule, and the text `kind` that `_kind_of_call` returns for the calls that the rule covers."""
 
     kind: str
     rule: Rule
@@ -82,9 +82,9 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
 
     Args:
         operator: a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`.
-        sample_inputs: a tuple of positional arguments or a dict of keyword arguments that the operator accepts, with
-            real tensors. A dim of size one is assumed to have this size in all calls. Give other dims sizes of 2 or
-            more, different where possible. The operator runs hundreds of times, so use small tensors.
+        sample_inputs: a tuple of positional arguments or a dict of keyword arguments, with real tensors. A dim of size
+            one is assumed to have this size in all calls. Give other dims sizes of 2 or more, different where possible.
+            The operator runs hundreds of times, so use small tensors.
 
     Returns:
         The rule. Dims that cannot be split are `_`.
@@ -124,10 +124,7 @@ _cases: dict[Any, list[_Case]] = {}
 
 
 def _rule_function(operator: Any) -> Any:
-    """Return the rule function of an operator with inferred rules.
-
-    Its rules allow only even splits, because inference does not try padding.
-    """
+    """Return the rule function of an operator with inferred rules, with even splits: inference does not try padding."""
 
     def inferred(*args: Any, **kwargs: Any) -> Rule | None:
         kind = _kind_of_call(operator, args, kwargs)
@@ -140,10 +137,7 @@ def _rule_function(operator: Any) -> Any:
 
 
 def _kind_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a text that is equal for calls which one inferred rule covers.
-
-    It has all arguments by name. A tensor has its number of dims and its kind of number, such as "float[2]".
-    """
+    """Return the arguments of a call by name as text, with tensors as kind of number and number of dims: "float[2]"."""
     arguments = {a.name: a.default_value for a in operator._schema.arguments}
     arguments.update(zip(arguments, args, strict=False))
     arguments.update(kwargs)
@@ -164,10 +158,7 @@ def _kind_of_tensor(x: Tensor) -> str:
 
 
 def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether an inferred rule fits operands of these shapes.
-
-    Each factor must have one size in all operands, and dims without a factor must have size one.
-    """
+    """Whether operands have these shapes under an inferred rule: one size per factor, and size one without a factor."""
     assert isinstance(rule.notation, str)
     operands, _ = parse(rule.notation)
     sizes: dict[str, set[int]] = {"1": {1}}
@@ -178,7 +169,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """Find the sharding rule of an operator that works on all draws, and return it without registering it."""
+    """Return, without registering it, the sharding rule of an operator that works on all draws."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -193,7 +184,6 @@ def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
-    """Raise `RuleInferenceError` if the operator's schema or a run shows that its rule cannot be inferred."""
     name, schema = str(call.operator), call.operator._schema
     if schema.is_mutable:
         raise RuleInferenceError(
@@ -252,10 +242,7 @@ def _find_factor(sampler: Sampler, tie: TiedDims, trials: Sequence[Trial]) -> Fo
 
 
 def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """Return the set of outcomes of each result that held in all trials.
-
-    The sets are empty if the dims of `tie` could not be split at two different sizes.
-    """
+    """Return each result's outcomes that held in all trials; none unless `tie` was split at two different sizes."""
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
         for x in trials[0].results
@@ -279,20 +266,14 @@ def _outcomes(sampler: Sampler, tie: TiedDims, added: frozenset[int], trials: Se
 
 
 def _piece_counts(size: int) -> list[int]:
-    """Return the numbers of pieces into which a dim of `size` elements is cut.
-
-    They are 2, 3 and `size`, if they divide `size` and are at most 8.
-    """
+    """Return those of the numbers of pieces 2, 3 and `size` that divide `size` and are at most 8."""
     return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
 
 
 def _cut(
     sampler: Sampler, tie: TiedDims, added: frozenset[int], trial: Trial, pieces: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the operands of each piece.
-
-    Operands with dims of `tie` are sliced along them. Operands in `added` are cut into addends. The rest are whole.
-    """
+    """Yield the operands of each piece: sliced along dims of `tie`, cut into addends if in `added`, or whole."""
     split: list[Sequence[Tensor]] = []
     for index, operand in enumerate(trial.operands):
         parts: Sequence[Tensor] = [operand] * pieces
@@ -305,10 +286,7 @@ def _cut(
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether the results `parts` of all pieces make up `whole` in the way `outcome`.
-
-    A part is None if the operator refused the operands of its piece.
-    """
+    """Whether the results `parts` (None: the operator refused) make up `whole` in the way `outcome`."""
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
         return False
@@ -418,7 +396,7 @@ def _linear_sets(sampler: Sampler, trials: Sequence[Trial]) -> list[tuple[int, .
 
 
 def _is_linear(sampler: Sampler, chosen: Sequence[int], trial: Trial) -> bool:
-    """Whether the results add up to the whole results if the operands `chosen` are cut into random addends."""
+    """Whether results add up to the whole results if the operands `chosen` are cut into random addends."""
     for count in (2, 3):
         cut = [sampler.addends(x, count) if index in chosen else [x] * count for index, x in enumerate(trial.operands)]
         parts = [sampler.call.attempt(operands) for operands in zip(*cut, strict=True)]

@@ -104,13 +104,10 @@ def _pointwise(
     carries: Sequence[Carry] = (),
     second: OperandCondition = OperandCondition.FINITE,
 ) -> None:
-    """Register the rule of pointwise operators.
+    """Register the rule of the pointwise operators in `names` (`_overloads`).
 
-    Args:
-        names: names of aten operators, as for `_overloads`.
-        linear: maps the tensor operands to `Rule.linear`.
-        carries: `Rule.carries`.
-        second: the condition on the second operand under which a partial sum passes through the first.
+    `linear` maps the tensor operands to `Rule.linear`. `second` is the condition on the second operand under which a
+    partial sum passes through the first.
     """
 
     @sharding_rule(*_overloads(names))
@@ -193,7 +190,7 @@ def sign(x: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.neg.default)
 def neg(x: torch.Tensor) -> Rule:
-    """Return the rule. Maxima pass only for floats, because the least integer has no negative."""
+    """Maxima pass only for floats, because the least integer has no negative."""
     return _rule([x], _in_first([x]), _if(x.is_floating_point(), decreasing((0,))))
 
 
@@ -214,7 +211,7 @@ def _scaled(x: torch.Tensor, other: Any, *, is_linear: bool) -> Rule:
 
 @sharding_rule(aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar)
 def scale_by_logarithm(x: torch.Tensor, other: Any) -> Rule:
-    """Return the rule of x log(other) and x log(1 + other). It is linear in `x` if `other` is positive and finite."""
+    """The results x log(other) and x log(1 + other) are linear in `x` if `other` is positive and finite."""
     return _rule([x], _in_first([x]) if are_finite(other) and other > 0 else ())
 
 
@@ -250,11 +247,7 @@ def _is_finite(number: Any) -> bool:
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """Return the rule of adding or subtracting the number `other`.
-
-    Sums pass only if the number is 0, because each rank would add the number. Maxima of integers do not pass, because
-    the identity of a maximum would wrap round.
-    """
+    """Sums pass only for the number 0, which all ranks add. Maxima of integers do not: their identity would wrap."""
     if other == 0 and _keeps_type(x, other):
         return _rule([x], _in_first([x]), moving((0,)))
     return _rule([x], (), _if(x.is_floating_point() and _is_finite(other), increasing((0,))))
@@ -307,11 +300,7 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """Return the rule.
-
-    Partial products pass for whole exponents except 0. Partial maxima and minima of floats pass for odd exponents above
-    0. All partial values pass for the exponent 1.
-    """
+    """Products pass for whole exponents except 0, maxima of floats for odd ones above 0, all partial values for 1."""
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1
@@ -322,14 +311,14 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
-    """Return the rule of base^x, which is increasing in x for a base of at least 1, and decreasing below."""
+    """The result base^x is increasing in x for a base of at least 1, and decreasing below."""
     is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
     return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
 def clamp(x: torch.Tensor, min: torch.Tensor | None = None, max: torch.Tensor | None = None) -> Rule:
-    """Return the rule of min(max(x, low), high), through which maxima and minima pass as through `max` and `min`."""
+    """Maxima and minima pass min(max(x, low), high) as they pass `max` and `min`."""
     low = () if min is None else (1,)
     high = () if max is None else (1 + len(low),)
     alone = increasing(*(group for group in ((0,), low, high) if group))
@@ -355,7 +344,7 @@ def elu_backward(
 
 @sharding_rule(aten.softplus.default)
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
-    """Return the rule. Maxima and minima pass if rounding hides a step at the threshold, as in float32 from 20 on.
+    """Maxima and minima pass if rounding hides a step at the threshold, as in float32 from 20 on.
 
     Above the threshold the result is `x`, which is less than the softplus by the share log(1 + exp(-threshold)) /
     threshold, so the result steps down.
@@ -488,7 +477,7 @@ def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float =
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
-    """Return the rule, linear in `value`. Only the shape and dtype of `x` matter."""
+    """The result is linear in `value`. Only the shape and dtype of `x` matter."""
     linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
     return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: OperandCondition.ANYTHING})
 

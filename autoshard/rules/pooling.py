@@ -47,13 +47,10 @@ Ints = int | Sequence[int]
 
 
 def _rule(x: torch.Tensor, windows: Sequence[HaloWindow], operands: str, results: str, **options: Any) -> Rule:
-    """Return a rule whose operands and results are planes of elements or of windows.
+    """Return a rule with further fields `options`, whose operands and results are planes of elements or of windows.
 
-    Args:
-        x: the operand of the forward.
-        windows: the windows along each spatial dim.
-        operands, results: a letter for each tensor, "x" for a plane of elements and "y" for a plane of windows.
-        options: further fields of `Rule`.
+    `operands` and `results` have a letter for each tensor: "x" for a plane of elements, "y" for a plane of windows. `x`
+    is the operand of the forward.
     """
     batch = named(x.dim() - len(windows))
     dims: dict[str, Dims] = {
@@ -94,10 +91,7 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
 
 
 def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
-    """Return the windows of adaptive pooling to `sizes`.
-
-    If a dim's size is no multiple of its number of windows, `HaloWindow.fits` is False, and the dim is not split.
-    """
+    """Return the windows of adaptive pooling; a dim fits only if its size is a multiple of its number of windows."""
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
         HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
@@ -142,13 +136,12 @@ def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> list[int]:
-    """Return the size of each spatial dim of the rank's plane with halos."""
     extended = {halo.dim: halo.extended_size(context) for halo in split}
     return [extended.get(window.dim, window.size) for window in windows]
 
 
 def _places(context: LocalContext, indices: Any, sizes: Sequence[int]) -> list[Any]:
-    """Emit the conversion of flat indices into a plane of `sizes`. Return the indices along each dim of the plane."""
+    """Emit the conversion of flat indices into a plane of `sizes` to indices along each dim of the plane."""
     places = []
     for size in reversed(sizes[1:]):
         places.append(context.call(aten.remainder.Scalar, indices, size))
@@ -164,10 +157,7 @@ def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) ->
 
 
 def _without_values(context: LocalContext, x: Any, split: Sequence[Halo]) -> Any:
-    """Emit an empty tensor with the shape of `x` after its extension by the halos `split`, and return the tensor.
-
-    It stands for `x`, operand 1, in calls that only read the operand's shape. If `split` is empty, return `x` itself.
-    """
+    """Emit an empty tensor in the shape of `x`, operand 1, with halos, for calls that only read the operand's shape."""
     if not split:
         return x
     shape = context.input_shape(1)

@@ -35,7 +35,6 @@ class SampledCall:
     """A call of an operator without its tensor operands.
 
     Args:
-        operator: a `torch.ops` overload.
         leaves: all arguments, flattened by pytree, with None in place of each tensor.
         spec: the structure of `(args, kwargs)` for `tree_unflatten`.
         places: indices of the tensors in `leaves`.
@@ -72,32 +71,26 @@ class Trial:
     results: tuple[Tensor, ...]
 
     def size(self, tie: TiedDims) -> int:
-        """Return the size of the dims of `tie` in this trial."""
+        """Return the size that the dims of `tie` have in this trial."""
         operand, dim = min(tie)
         return self.operands[operand].shape[dim]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws operands for a call from a sample.
-
-    Args:
-        call: the call.
-        sample: operands that the call accepts.
-        generator: the source of all random numbers, with a fixed seed, so that inferred rules are reproducible.
-    """
+    """Draws operands for a call from an accepted `sample`, by a fixed seed, so that inferred rules are reproducible."""
 
     call: SampledCall
     sample: tuple[Tensor, ...]
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
     def in_widest_type(self) -> Sampler:
-        """Return a sampler whose sample has float64 in place of floats, for less rounding, if the operator takes it."""
+        """Return a sampler with float64 in place of floats, for less rounding, if the operator takes float64."""
         wide = tuple(map(_widened, self.sample))
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
     def ties(self) -> list[TiedDims]:
-        """Return the smallest sets of dims whose size can be changed together. Dims of size one are left out."""
+        """Return the smallest sets of dims whose size can only be changed together. Dims of size one are left out."""
         open_dims = [(i, dim) for i, x in enumerate(self.sample) for dim in range(x.dim()) if x.shape[dim] > 1]
         found: list[TiedDims] = []
         while open_dims:
@@ -157,12 +150,10 @@ class Sampler:
         return int(torch.randint(limit, (), generator=self.generator, device="cpu"))
 
     def draw(self, sizes: Mapping[TiedDims, int], scale: float | None) -> tuple[Tensor, ...]:
-        """Draw operands with new sizes.
+        """Draw operands with the new `sizes` of ties; other dims keep their size.
 
-        Args:
-            sizes: from a tie to the new size of its dims. Other dims keep their size.
-            scale: the standard deviation of normal values. None draws values like those of the sample. Integers are
-                always elements of the sample.
+        `scale` is the standard deviation of normal values. None draws values like those of the sample. Integers are
+        always elements of the sample.
         """
         shapes = [list(x.shape) for x in self.sample]
         for tie, size in sizes.items():
@@ -178,14 +169,13 @@ class Sampler:
         return self.noise(like, shape) * (scale or 1.0)
 
     def _chosen(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Draw a tensor of `shape` from the elements of `like`."""
         if like.numel() == 0:
             return like.new_zeros(tuple(shape))
         index = torch.randint(like.numel(), tuple(shape), generator=self.generator, device="cpu")
         return like.flatten()[index.to(like.device)]
 
     def noise(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Draw a tensor of `shape` with normal values, of the dtype and device of `like`."""
+        """Draw a tensor of `shape` with standard normal values, of the dtype and device of `like`."""
         dtype = torch.complex128 if like.is_complex() else torch.float64
         return torch.randn(tuple(shape), dtype=dtype, generator=self.generator, device="cpu").to(like)
 
@@ -205,10 +195,7 @@ def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are equal up to rounding.
-
-    The tolerance is relative to each element, plus a far smaller part of the largest element.
-    """
+    """Whether two results are equal up to rounding, relative to each element plus a far smaller part of the largest."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not _is_float(expected):

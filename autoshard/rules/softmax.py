@@ -34,12 +34,7 @@ def _softmax(*, is_log: bool) -> RuleFunction:
 
 
 def _softmax_to(*, is_log: bool = False, is_safe: bool = False) -> RuleFunction:
-    """Return the rule function of an operator that takes the dtype of its result, such as `aten.softmax.int`.
-
-    Args:
-        is_log: whether it is the log-softmax.
-        is_safe: whether a row of minus infinities gives zeros.
-    """
+    """Return the rule function of an operator that takes its result's dtype; `is_safe`: rows of -inf give zeros."""
 
     def rule(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Rule:
         source, target = x.dtype, dtype or x.dtype

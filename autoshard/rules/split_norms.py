@@ -27,7 +27,6 @@ aten = torch.ops.aten
 
 
 def _width(ndim: int) -> tuple[list[int], tuple[str, ...]]:
-    """Return the last `ndim` dims as negative indices, and their factors n0, n1, ..."""
     return list(range(-ndim, 0)), tuple(f"n{index}" for index in range(ndim))
 
 
@@ -136,17 +135,13 @@ def _row_gradients(
     context: LocalContext, like: torch.Tensor, ndim: int, operands: tuple[Any, Any, Any, Any],
     dtypes: Sequence[torch.dtype], made: torch.dtype, output_mask: Sequence[bool], *, is_centred: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Emit the gradients of operand, weight and bias. A gradient that is not asked for is None.
+    """Emit the gradients of operand, weight and bias, or None where `output_mask` does not ask for them.
 
     Args:
-        context: the pieces of the rank.
         like: the operand of the global call.
-        ndim: the number of normalised dims.
         operands: the result's gradient, the operand (centred for layer norm), rstd, and the weight or None.
         dtypes: the dtype of each gradient, two for RMS norm and three for layer norm.
         made: the dtype of products with the weight.
-        output_mask: whether each gradient is asked for.
-        is_centred: whether the norm subtracts the mean.
     """
     call, (dims, factors) = context.call, _width(ndim)
     grad, x, rstd, weight = operands
@@ -178,15 +173,9 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """Emit dx as in the module's formula.
+    """Emit dx as in the module's formula, given `weighted` g w and `normal` n.
 
-    Args:
-        context: the pieces of the rank.
-        weighted: g w.
-        normal: n.
-        rstd: the inverse deviation.
-        over: the dims of a row, the factors of these dims, and the number of elements of a row over all ranks.
-        is_centred: whether the norm subtracts the mean.
+    `over` has the dims of a row, their factors, and the number of elements of a row over all ranks.
     """
     call, (dims, factors, count) = context.call, over
     along = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weighted, normal), dims, True)

@@ -1,4 +1,4 @@
-"""The interface through which a sharded module requests programs."""
+"""The interface through which a sharded module asks for programs, since the runtime imports no passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.runtime.engine import Engine
 
 
 class Compiler(Protocol):
-    """Traces, plans and lowers calls. `passes.driver` implements it, because the runtime may not import the passes."""
+    """Traces, plans and lowers calls. `passes.driver` implements it, because the runtime must not import the passes."""
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """Compile a call, and return its program. All ranks must call."""
@@ -34,9 +34,7 @@ class Compiler(Protocol):
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """Whether a program whose trace depended on values of tensors may run with the present values.
 
-        Args:
-            program: the traced program, with its guards.
-            inputs: the tensors among the call's arguments.
-            state: the parameters, buffers and seeds that guards read, by name.
+        `inputs` are the tensors among the call's arguments. `state` has the parameters, buffers and seeds that guards
+        read, by name.
         """
         ...

@@ -1,8 +1,7 @@
-"""The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`.
+"""The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`, parameters as DTensors.
 
-Parameters are DTensors, and each rank holds its shard. A program consists of plain operators and collectives on local
-tensors. Before it runs, the engine takes local tensors out of DTensors; after it, the engine puts its results into
-DTensors. If the specs differ there, the engine runs a small program that reshards.
+A program works on local tensors. The engine takes them out of DTensors before the program, and puts results into
+DTensors after it. If the specs differ there, the engine runs a small program that reshards.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class DistributedEngine:
     """Runs programs with this process as one rank of `device_mesh`; see `Engine`. A local value is a tensor.
 
     Args:
-        device_mesh: the mesh, with named dims; this process must be on it.
         wrap: a compiler of graphs, such as Inductor; it is applied to each graph before the graph runs.
         check_in_place: checks each graph that writes over inputs.
         finish_in_place: rewrites each graph that writes over inputs, before the check.
@@ -136,19 +134,13 @@ class DistributedEngine:
         return self._load_plainly(self._writing(graph_module, written), folds_views=not written)
 
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
-        """Load a graph that adds to sums; see `Engine.load_adding`.
-
-        Return None with a compiler, because a compiled graph may let distinct results share memory.
-        """
+        """Load a graph that adds to sums. None with a compiler, because its distinct results may share memory."""
         if self._wrap is not None:
             return None
         return self._load_plainly(add_to_sums(self._writing(graph_module, NOTHING), owned), folds_views=True)
 
     def _load_plainly(self, writing: fx.GraphModule, *, folds_views: bool) -> Loaded:
-        """Bind a graph to this rank, and make it ready to run without a compiler.
-
-        `folds_views` removes redundant views (`fold_views`).
-        """
+        """Bind a graph to this rank, to run without a compiler. `folds_views` removes redundant views."""
         bound = bind(writing, self.groups)
         reduce_in_place(bound)
         if folds_views:
@@ -169,7 +161,7 @@ class DistributedEngine:
         return run
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
-        """Wrap `run` to show signs of life during its first run, which compiles, so that other ranks wait."""
+        """Show signs of life during the first run, which compiles, so that other ranks wait."""
         has_run = [False]
 
         def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -183,10 +175,7 @@ class DistributedEngine:
         return run_showing_life
 
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        """Return the graph with its `written` results written over inputs.
-
-        Without `written`, return the graph with values written directly into their buckets (`fill_buckets`).
-        """
+        """Write `written` results over inputs. Without `written`, write values directly into their buckets."""
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:
             writing = self._finish_in_place(writing)
@@ -223,10 +212,7 @@ class DistributedEngine:
     def store(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: Sequence[LocalSlot]
     ) -> None:
-        """Store values in the user's tensors; see `Engine.store`.
-
-        A value that the program wrote into its tensor's own memory is there already, and is not copied.
-        """
+        """Store values in the user's tensors. A value that is in its tensor's own memory already is not copied."""
         if are_dtensors(tensors) and all(map(is_, map(local_of, tensors), values)):
             return
         for tensor, value, slot in zip(tensors, values, slots, strict=True):
@@ -270,10 +256,7 @@ class DistributedEngine:
 
     @torch.no_grad()
     def add(self, sums: list[torch.Tensor], addends: list[torch.Tensor], owned: Sequence[bool] | None = None) -> None:
-        """Add local values; see `Engine.add`.
-
-        Results of a compiled graph are never written over: a compiler may let distinct results share memory.
-        """
+        """Add local values. Results of a compiled graph may share memory, so they are never written over."""
         if owned is not None and self._wrap is not None:
             owned = [False] * len(sums)
         in_place = [index for index in range(len(sums)) if owned is None or owned[index]]
@@ -300,7 +283,7 @@ class DistributedEngine:
         specs: Mapping[str, PartitionSpec],
         pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
     ) -> None:
-        """Shard the parameters of `model`; see `Engine.place`. Each rank keeps its shard."""
+        """Shard the parameters of `model` by `specs` (`Engine.place`). Each rank keeps only its shards."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
             if (
@@ -325,7 +308,11 @@ class DistributedEngine:
     def gather_region(
         self, tensor: torch.Tensor, region: tuple[slice, ...], pipeline_rank: int | None = None
     ) -> torch.Tensor:
-        """Return the values of a region; see `Engine.gather_region`. A small tensor is gathered whole."""
+        """Return the values in `region` of a parameter, buffer or input, on every rank.
+
+        A tensor of at most `SMALL_BYTES` is gathered whole. `pipeline_rank` alone holds the tensor; None: every rank
+        has its shard.
+        """
         if pipeline_rank is not None and self._stages is not None:
             shape = shape_of(region)
             return self._stages.share(pipeline_rank, lambda: self.gather_region(tensor, region), shape, tensor)
@@ -343,7 +330,7 @@ class DistributedEngine:
     def _on_mesh_of(
         self, tensor: DTensor, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """Return a tensor whose shards are on the ranks that hold `tensor`; this rank is not among them."""
+        """Return a tensor on the ranks that hold `tensor`, among which this rank is not."""
         assert self._stages is not None, "only a pipeline has ranks elsewhere"
         return self._stages.tensor_on_mesh(tensor.device_mesh, shape, dtype, placements)
 
@@ -355,16 +342,13 @@ class DistributedEngine:
         return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
 
     def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
-        """Return a parameter or gradient as a DTensor with these placements; this rank's shard is in new memory.
-
-        `tensor` is a DTensor, which is gathered first, or a tensor that every rank holds whole.
-        """
+        """Shard a parameter or gradient, which may be a DTensor, into new memory."""
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         local = memory_of(self._part(full, placements), self.device)
         return self._from_local(local, self._layouts.of(placements, full.shape))
 
     def _part(self, full: torch.Tensor, placements: Sequence) -> torch.Tensor:
-        """Return this rank's part of a whole tensor: a view if possible, because memory for a copy may be short."""
+        """Return this rank's part of a whole tensor, as a view if possible, because memory may be short."""
         if not all(type(placement) in (Shard, Replicate) for placement in placements):
             return distribute_tensor(full, self.device_mesh, placements, src_data_rank=None).to_local().detach()
         coordinate = self.device_mesh.get_coordinate()
@@ -375,10 +359,7 @@ class DistributedEngine:
         return full
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
-        """Return the padded local value of a DTensor, and the value's spec.
-
-        A DTensor that is split into other pieces than in programs is gathered, and its spec is `REPLICATED`.
-        """
+        """Return the padded local value and its spec. A DTensor in other pieces than in programs is gathered."""
         self._check_mesh(tensor)
         layout = self._layouts.of(tensor.placements, tensor.shape)
         if not layout.is_cut_alike:
@@ -449,7 +430,7 @@ _GATHERED_AT_ONCE_BYTES = 8 << 20
 
 
 def _dim_to_slice(tensor: DTensor) -> int | None:
-    """Return the dim along which to gather a tensor in slices; None to gather it at once."""
+    """Return the dim along which to gather a tensor in slices, or None to gather it at once."""
     if tensor.device.type != "cpu" or tensor.nbytes <= _GATHERED_AT_ONCE_BYTES:
         return None
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -459,7 +440,7 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """Return a function that takes a list of tensors in reverse order, empties it, and calls `function` with them."""
+    """Return a function that calls `function` with a list of tensors in reverse order, and empties the list."""
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         inputs = values[::-1]
@@ -472,14 +453,7 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
 def reshard_program(
     source: PartitionSpec, target: PartitionSpec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh
 ) -> fx.GraphModule:
-    """Return a lowered program that reshards one local value from `source` to `target`.
-
-    Args:
-        source, target: the specs.
-        shape: the global shape of the value.
-        dtype: the value's dtype.
-        mesh: the mesh.
-    """
+    """Return a lowered program that reshards one local value, of global `shape`, from `source` to `target`."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     steps = plan_reshard(source, target, shape, mesh, itemsize=dtype.itemsize)

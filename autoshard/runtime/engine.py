@@ -1,11 +1,8 @@
-"""Engines, which run the ranks of lowered programs.
+"""Engines, which run the ranks of lowered programs on *local values*, and convert these from and to the user's tensors.
 
-An engine works on *local values*. With one process per rank, a local value is the rank's tensor. In the simulator, it
-is a list of tensors, one per rank. A local value has the padded local shape of its spec (see `autoshard.ir.spec`). The
-engine also converts between local values and the user's tensors: parameters, inputs, results. All other code treats
-local values as opaque.
-
-A slot (`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
+With one process per rank, a local value is the rank's tensor. In the simulator, it is a list of tensors, one per rank.
+It has the padded local shape of its spec (`autoshard.ir.spec`). All other code treats local values as opaque. A slot
+(`LocalSlot`) is an input or result of a program, with its name, spec, global shape and dtype.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks."""
+        """The mesh on which a program runs. With an axis "pipeline", it is a stage's mesh, which lacks this axis."""
         ...
 
     @property
@@ -74,7 +71,6 @@ class Engine(Protocol):
         The returned function takes a list of values and empties it, so that each value is freed after its last use.
 
         Args:
-            graph_module: the graph.
             written: from the index of a result to the index of the placeholder whose value it replaces. The result may
                 be written over this value. The caller must call `store` in any case.
         """
@@ -83,13 +79,11 @@ class Engine(Protocol):
     def load_adding(self, graph_module: fx.GraphModule, owned: Sequence[bool]) -> Loaded | None:
         """Make a graph ready to run that adds its last results to sums while it runs; see `add_to_sums`.
 
-        The returned function takes the sums after the graph's own inputs. If this engine cannot add while the graph
-        runs, the method returns None. The caller then calls `add` on the results of the graph.
+        The returned function takes the sums after the graph's own inputs. The method returns None if this engine cannot
+        add while the graph runs. The caller then calls `add` on the results of the graph.
 
-        Args:
-            graph_module: the graph, which does not add yet.
-            owned: for each of the last results, whether `graph_module` returns it in new memory. The first sums are
-                results of the graph, so their memory may then be written over.
+        `owned` says, for each of the last results, whether the graph returns it in new memory. The first sums are
+        results of the graph, so their memory may then be written over.
         """
         ...
 
@@ -132,10 +126,7 @@ class Engine(Protocol):
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """Return a function that applies `read` to a tensor for each slot.
-
-        A local value may be the DTensor's own local tensor, not a copy.
-        """
+        """Return a function that applies `read` for each slot. Its values may be DTensors' own local tensors."""
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
@@ -143,7 +134,7 @@ class Engine(Protocol):
         ...
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """Return the global tensor of a local value."""
+        """Gather a local value into one whole, global tensor."""
         ...
 
     def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
@@ -173,7 +164,6 @@ class Engine(Protocol):
         Parameters and buffers on the meta device get memory, filled with zeros.
 
         Args:
-            model: the user's model.
             specs: the spec of each parameter on the ranks that hold it.
             pipeline_rank_of: by the name of a parameter, the pipeline rank (index along the axis "pipeline") that alone
                 holds the parameter. Empty: every rank has its shard of all parameters.
@@ -183,9 +173,7 @@ class Engine(Protocol):
     def global_copy(self, tensor: torch.Tensor, pipeline_rank: int | None = None) -> torch.Tensor:
         """Return a plain tensor with the global value and shape of a parameter, buffer or input.
 
-        Args:
-            tensor: the user's tensor.
-            pipeline_rank: the pipeline rank that alone holds the tensor; None: every rank has its shard.
+        `pipeline_rank` alone holds the tensor; None: every rank has its shard.
         """
         ...
 

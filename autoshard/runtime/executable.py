@@ -1,4 +1,4 @@
-"""`Executable`: a compiled program (forward, backward, update), loaded by the engine that runs it."""
+"""`Executable`: a compiled program, or a stage, with forward, backward and update, loaded by an engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ _STATES = 8
 def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -> None:
     """Raise `TraceError` if the model changed since the forward. Call this before a backward traces its call again.
 
-    Args:
-        state: the Python state of the model in the forward.
-        was_training, is_training: the mode of the model in the forward, and now.
+    `state` and `was_training` are the model's Python state and mode in the forward; `is_training` is its mode now.
     """
     changes = [*state.changes(), *(["training"] if was_training != is_training else [])]
     if changes:
@@ -51,7 +49,6 @@ class Executable:
     it (`PythonGuards`). Executables compare by identity, so that `PerProgram` can keep values for each.
 
     Args:
-        compiled: the program.
         engine: the engine that runs it.
         python_guards: the Python states whose traces gave this program, newest last. One of them must hold at a call.
         varying: numbers of the model that change from call to call.
@@ -70,10 +67,7 @@ class Executable:
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
-        """Return this program for a copy of its model.
-
-        It serves no call of the copy until a trace of the copy gives this program.
-        """
+        """Return this program for a copy of its model. It serves calls once a trace of the copy gives it again."""
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
     def has_update(self, update: Update | None) -> bool:
@@ -103,11 +97,9 @@ class Executable:
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
-        """Serve calls in the present Python state too: a trace in this state has given this program.
+        """Serve calls in the present Python state too: a trace that read `use` has given this program.
 
-        Args:
-            use: the Python values that the trace read; see `PythonUse.guards`.
-            registered: the parameters and buffers of the model.
+        `registered` are the parameters and buffers of the model.
         """
         del self.python_guards[: -_STATES + 1]
         self.python_guards.append(self.varying.guards(use, registered))
@@ -144,15 +136,12 @@ class Executable:
 
     @cached_property
     def elsewhere(self) -> tuple[LoweredProgram, ...]:
-        """The programs of the pipeline stages that other processes run."""
+        """The lowered programs of the pipeline stages that other processes run, in the order of stages."""
         stages = () if self.compiled.staged is None else self.compiled.staged.stages
         return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
 
     def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
-        """Share out the inputs of a forward call to the stages of this process; return each stage's inputs by number.
-
-        The inputs that other stages send are not among them.
-        """
+        """Return the inputs of a forward call by the stage's number, for own stages, without crossing inputs."""
         if self.compiled.staged is None:
             return {0: tensors}
         given = dict(zip(self.input_names, tensors, strict=True))
@@ -206,7 +195,7 @@ class Executable:
 
     @cached_property
     def gradients(self) -> tuple[LocalSlot, ...]:
-        """The slots of the gradients that a backward call returns, in order."""
+        """The slots of the gradients that a backward returns, without those that it carries into the update."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.backward_outputs)
 
     @cached_property
@@ -225,10 +214,7 @@ class Executable:
 
     @cached_property
     def _read_by_hoisted(self) -> tuple[int, ...]:
-        """For each input of the program's graph `hoisted`, its position in `given_inputs`.
-
-        This graph computes the values that depend on parameters alone.
-        """
+        """Positions in `given_inputs` of the inputs of the graph `hoisted`, whose values depend on parameters alone."""
         slots = self.phased.lowered.inputs
         given = [index for index in self.phased.forward_inputs if not crosses_stages(slots[index].slot.name)]
         return tuple(map(given.index, self.phased.hoisted_inputs))
@@ -260,12 +246,12 @@ class Executable:
 
     @cached_property
     def updated(self) -> tuple[LocalSlot, ...]:
-        """The slots of the parameters and state that an update returns, in order."""
+        """The slots of the parameters and optimizer state that an update returns, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.update_outputs)
 
     @cached_property
     def read_by_update(self) -> tuple[LocalSlot, ...]:
-        """The slots of the parameters, state and options that an update reads, in order; gradients are left out."""
+        """The slots that an update reads besides gradients, in order: parameters, optimizer state and options."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.update_inputs)
 
     @cached_property
@@ -300,8 +286,7 @@ class Executable:
     def load(self, *, adds: bool = False) -> None:
         """Load all phases now. The phases may bind process groups, so all ranks must load together.
 
-        Args:
-            adds: whether several micro-batches add their gradients.
+        `adds` says whether several micro-batches add their gradients.
         """
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
@@ -314,11 +299,7 @@ class Executable:
             self.update.load()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
-        """Run the forward on global inputs; return the outputs for the user, and the values saved for the backward.
-
-        Args:
-            tensors: the inputs, in the order of `inputs`; the outputs are in the order of `outputs`.
-        """
+        """Run the forward on tensors of `inputs`; return tensors of `outputs`, and local values for the backward."""
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
@@ -327,10 +308,9 @@ class Executable:
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Return the local values that depend on parameters alone; they serve all micro-batches.
+        """Return the local values that depend on parameters alone; they serve all micro-batches of a step.
 
-        Args:
-            values: the result of `for_hoisted`; emptied.
+        `values`, the result of `for_hoisted`, is emptied.
         """
         return [] if self._hoisted is None else list(self._hoisted(values))
 
@@ -339,20 +319,16 @@ class Executable:
         return list(self._read_inputs(tensors))
 
     def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run the forward of a program without stages and hoisted values.
+        """Run the forward of a program without stages and hoisted values, on global tensors of `inputs`.
 
-        Return the local outputs, in the order of `outputs`, and the local values saved for the backward.
-
-        Args:
-            tensors: the global inputs, in the order of `inputs`.
+        Return the local values of `outputs`, and the local values saved for the backward.
         """
         return self.run_forward_on(self.read_inputs(tensors))
 
     def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the forward on local values; return the local outputs, and the local values saved for the backward.
 
-        Args:
-            values: local inputs, in the order of `inputs`, then the results of `run_hoisted_on`; emptied.
+        `values` has local inputs, in the order of `inputs`, then the results of `run_hoisted_on`; emptied.
         """
         given = set(map(id, values))
         results = list(self._forward(values))
@@ -382,8 +358,8 @@ class Executable:
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Run the first half of a split backward.
 
-        Return the local gradients for other stages, and the inputs of the second half. `values` are as for
-        `run_backward_on`.
+        `values` has the values saved by the forward, then the local tangents; emptied. Return the local gradients for
+        other stages, and the inputs of the second half.
         """
         results = list(self._halves.inputs(values))
         count = len(self.gradients)
@@ -392,13 +368,10 @@ class Executable:
     def run_second_half(
         self, values: list[LocalValue], sums: list[LocalValue] | None = None
     ) -> tuple[list[LocalValue], Sequence[bool]]:
-        """Run the second half of a split backward.
+        """Run the second half of a split backward, on the second result of `run_first_half`, which is emptied.
 
-        Return the values carried into the update, and for each whether it may be written over.
-
-        Args:
-            values: the second result of `run_first_half`; emptied.
-            sums: see `run_backward_on`.
+        Return the values carried into the update, and for each whether it may be written over. With `sums`, each
+        carried gradient is added to its sum, which is returned in its place.
         """
         halves = self._halves
         return _run(halves.weights if sums is None else halves.adding_weights, values, sums), halves.owned
@@ -435,7 +408,6 @@ class Executable:
         return frozenset.intersection(*(by_tangent.get(name, frozenset()) for name in tangents))
 
     def _find_backward(self, tangents: Collection[str]) -> Loaded:
-        """Return the loaded backward for the case that only these tangents are given."""
         if all(slot.slot.name in tangents for slot in self.tangents):
             return self._backward
         given = frozenset(tangents)
@@ -478,7 +450,7 @@ class _Halves:
 
 
 def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue] | None) -> list[LocalValue]:
-    """Return the results of a loaded graph on values and perhaps sums; both lists are emptied."""
+    """Run a loaded graph on values, and perhaps sums; both lists are emptied."""
     assert loaded is not None, "the engine adds in backwards"
     if sums is not None:
         values += sums
@@ -487,5 +459,5 @@ def _run(loaded: Loaded | None, values: list[LocalValue], sums: list[LocalValue]
 
 
 def _new_tensor_object(value: LocalValue) -> LocalValue:
-    """Return a new tensor object on the same memory, because autograd marks results, and a DTensor may hold `value`."""
+    """Make a new tensor object, because autograd marks results, and a DTensor may hold `value`."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -35,9 +35,7 @@ class Prove(Protocol):
 class Executor:
     """Runs the training steps of a module, and its calls in pipeline stages. All ranks must call its methods together.
 
-    Args:
-        messages: the messages between pipeline stages; None if programs have no stages.
-        prove: proves orders; None to skip the proofs.
+    `messages` is None if programs have no stages, and `prove` is None to skip the proofs of orders.
     """
 
     def __init__(self, messages: StageMessages | None = None, prove: Prove | None = None) -> None:
@@ -51,18 +49,15 @@ class Executor:
         return self
 
     def prove(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Prove an order before it runs; see `Prove`."""
+        """Prove an order before it runs; nothing happens if `prove` was None."""
         if self._prove is not None:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
         """Prove the order of a program, load its phases, and return the table of its messages between stages.
 
-        This is done once per program. All ranks must call for the same programs in the same order.
-
-        Args:
-            executable: the program of a step, or a program in stages.
-            order: the order of a step whose program has no stages.
+        This is done once per program. All ranks must call for the same programs in the same order. `order` is that of a
+        step whose program has no stages.
         """
         return self._tables.get_or_make(executable, lambda: self._prepare(executable, order))
 
@@ -106,12 +101,7 @@ class Executor:
 
     @torch.no_grad()
     def run_forward(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a call in stages; return its outputs on every rank, in the order of `executable.outputs`.
-
-        Args:
-            executable: the program of a call without gradients, in stages.
-            tensors: global inputs, in the order of `executable.inputs`.
-        """
+        """Run a call in stages on tensors of `executable.inputs`; return tensors of its `outputs` on every rank."""
         table, found = self.prepare(executable), dict[str, LocalValue]()
 
         def take(program: Executable, results: Sequence[LocalValue], micro_batch: int) -> None:
@@ -125,7 +115,6 @@ class Executor:
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
-    """Return the program of a step without stages as a pipeline of one stage."""
     plan = executable.compiled.plan
     assert order is not None, "a step has an order"
     assert plan is not None, "it was planned"

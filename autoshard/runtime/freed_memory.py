@@ -1,12 +1,8 @@
 """Keep the memory that a step frees on a CPU with the process, for the next step.
 
-glibc returns the free end of its heap to the system when it exceeds a threshold: a few MiB for tensors of a few MiB. A
-step frees nearly all its memory, so the next step takes a page fault for every 4 KiB. A step of 300 ms of a small BERT
-took 10,000 faults, 5 to 25 % of its time. So this module raises the threshold.
-
-glibc allocates large blocks outside of the heap, and returns them when they are freed. A second threshold is the size
-of the smallest large block. This module raises this threshold to the largest value that glibc itself may choose.
-Variables of glibc that the user has set take precedence.
+glibc returns the free end of its heap to the system above a threshold. So each step takes a page fault for every 4 KiB.
+They took 5 to 25 % of a step of 300 ms of a small BERT. This module raises this threshold, and the size from
+which glibc allocates blocks outside of the heap. Variables of glibc that the user has set take precedence.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory, unless the user has set its variables; return whether this succeeds."""
+    """Let the C library keep freed memory; return False if the user has set its variables, or it has no `mallopt`."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False
@@ -47,5 +43,5 @@ def give_freed_memory_back() -> None:
 
 
 def _function(name: str) -> Any:
-    """Return a function of the C library; None if there is none of this name, or the system is not Linux."""
+    """Find a function of the C library; None if there is none of this name, or the system is not Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

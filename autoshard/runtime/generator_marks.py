@@ -1,9 +1,8 @@
 """`Mark`: a short form of the state of torch's CPU generator, which can be compared and ordered.
 
-The generator is a Mersenne Twister (Matsumoto and Nishimura 1998). It computes blocks of 624 words, each from the
-previous block. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a
-cached normal number. This layout has not changed since torch 1. Two states after one seed are ordered by the numbers
-drawn since the seed.
+The generator is a Mersenne Twister (Matsumoto and Nishimura 1998), which computes each block of 624 words from the
+previous one. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a
+cached normal number. The layout has not changed since torch 1. Two states after one seed are ordered by their draws.
 """
 
 from __future__ import annotations
@@ -27,14 +26,7 @@ The blocks have 160,000 words, which take 2 ms to draw, once per seed.
 
 
 class Mark(NamedTuple):
-    """A state of the generator, in this process.
-
-    Args:
-        seed: the seed of the generator.
-        block: a hash of the present block.
-        drawn: the number of words drawn from the block.
-        rest: a hash of the cached normal number.
-    """
+    """A state of torch's CPU generator: seed, hash of the block, words drawn from it, hash of the cached number."""
 
     seed: int
     block: int
@@ -55,10 +47,7 @@ class Mark(NamedTuple):
 
     @property
     def place(self) -> tuple[float, int]:
-        """The distance from the seed: the number of the block, and the words drawn from it.
-
-        It is `(inf, 0)` for all states after the known blocks.
-        """
+        """The number of the block after the seed, and the words drawn from it; `(inf, 0)` after the known blocks."""
         block = blocks_behind(self.seed).get(self.block)
         return (math.inf, 0) if block is None else (block, self.drawn)
 
@@ -74,7 +63,7 @@ class Mark(NamedTuple):
 
 @lru_cache(8)
 def blocks_behind(seed: int) -> Mapping[int, int]:
-    """Return the number of each known block after a seed, by the block's hash; the seed itself gives block 0."""
+    """Return the number of each known block after a seed, by the block's hash; block 0 is that of the seed."""
     generator = torch.Generator().manual_seed(seed)
     numbers: dict[int, int] = {}
     for number in range(_KNOWN_BLOCKS):

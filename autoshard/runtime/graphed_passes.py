@@ -18,9 +18,8 @@ from autoshard.runtime.versions import Key
 class _Graphs:
     """The CUDA graphs of one program.
 
-    Args:
-        hoisted: computes values that depend on parameters alone, once per step.
-        passes: runs the forward and backward of a micro-batch.
+    `hoisted` computes values that depend on parameters alone, once per step. `passes` runs the forward and backward of
+    a micro-batch.
     """
 
     hoisted: CudaGraph
@@ -29,11 +28,7 @@ class _Graphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphedPasses:
-    """Runs forwards and backwards of programs as CUDA graphs, which it keeps for each program.
-
-    Args:
-        record: records the launches of a function; see `CudaGraph`.
-    """
+    """Runs forwards and backwards of programs as CUDA graphs, which it keeps for each program."""
 
     record: Record = record_on_cuda
     _graphs: PerProgram[_Graphs] = field(default_factory=PerProgram)
@@ -49,12 +44,8 @@ class GraphedPasses:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run forward and backward; return the local outputs, and the gradients carried into the update.
 
-        The results are valid until the next call.
-
-        Args:
-            executable: the program.
-            values: local inputs of the forward, then the results of `run_hoisted`.
-            tangents: local gradients of the outputs.
+        `values` are local inputs, then the results of `run_hoisted`; `tangents` are local. The results are valid until
+        the next call.
         """
 
         def run_both(given: list[Tensor]) -> list[Tensor]:
@@ -78,6 +69,6 @@ class GraphedPasses:
 
 
 def _stays(key: Key, updated_buffers: Container[str]) -> bool:
-    """Whether an input has the same address at each call. A buffer that a call changes is passed as a copy."""
+    """Whether an input stays at its address. A buffer that a call changes is passed as a copy."""
     kind, name = key
     return kind is InputKind.PARAMETER or (kind is InputKind.BUFFER and name not in updated_buffers)

@@ -1,9 +1,8 @@
 """Convert DTensors to local values and back, fast if their sharding is the same as in the previous call.
 
-Torch describes a DTensor's sharding by a spec object (`_spec`), which torch replaces and never changes. If the local
-tensor of a DTensor is exactly the value that a program reads, this module remembers the DTensor's spec for the
-program's slot. At the next call, a DTensor with the same spec object needs no conversion. A DTensor with another spec
-takes the slow path. No tensor is remembered, so no memory is kept alive.
+Torch describes a DTensor's sharding by a spec object (`_spec`), which it replaces and never changes. If a program can
+read a DTensor's local tensor as it is, this module remembers the spec object for the program's slot. At the next call,
+a DTensor with the same object needs no conversion. No tensor is remembered, so no memory is kept alive.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
 class Reader:
     """Returns the local values of a program's inputs.
 
-    Args:
-        slots: the program's input slots, in order.
-        read: the slow path: reads the local value of one tensor.
+    `slots` are the program's input slots, in order. `read` is the slow path, for one tensor.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
@@ -54,10 +51,7 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """Return the local tensors of DTensors if the program can read all of them as they are; else None.
-
-        The program can do so if the DTensors have the known specs, and the local tensors are contiguous plain tensors.
-        """
+        """Return the local tensors, or None unless all specs are known, and all are contiguous plain tensors."""
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
         found = [*map(local_of, tensors)]
@@ -74,9 +68,7 @@ class Reader:
 class LikeWriter:
     """Makes the user's tensors from a program's results: DTensors with the placements of given DTensors.
 
-    Args:
-        slots: the program's output slots, in order.
-        write_like: the slow path: makes one tensor from a local value, in the form of another tensor.
+    `slots` are the program's output slots, in order. `write_like` is the slow path, for one value.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:

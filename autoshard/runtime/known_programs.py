@@ -34,7 +34,7 @@ class KnownPrograms:
         return found
 
     def of(self, key: Hashable) -> tuple[Executable, ...]:
-        """Return all programs of a key."""
+        """Return all programs of a key, the most recently used last."""
         return tuple(self._programs.get(key, ()))
 
     def add(self, key: Hashable, executable: Executable) -> None:

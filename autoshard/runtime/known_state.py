@@ -18,12 +18,9 @@ from autoshard.runtime.per_program import PerProgram
 
 @dataclass(frozen=True, slots=True)
 class UpdateInputs:
-    """The inputs of a program's update.
+    """The inputs of a program's update, in its order, by stage number, with the options of an earlier step.
 
-    Args:
-        tensors: by stage number, the stage's parameters, state and options, in the order of the update's inputs. The
-            options are those of an earlier step.
-        are_counted_together: whether the updated parameters are exactly the parameters whose steps were counted last.
+    `are_counted_together`: the updated parameters are exactly the parameters whose steps were counted last.
     """
 
     tensors: Mapping[int, list[torch.Tensor]]
@@ -34,11 +31,7 @@ class UpdateInputs:
 class KnownState:
     """The contents of an optimizer when this object was made: its groups, parameters and state tensors.
 
-    Args:
-        optimizer: the optimizer.
-        members: the modules, parameters and buffers of the model that the optimizer updates.
-        rules: the update rule of each group.
-        update: the optimizer's update, if it is the same at each step; else None.
+    `rules` has the update rule of each group. `update` is the optimizer's update, if it is the same at each step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -61,7 +54,7 @@ class KnownState:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the optimizer, group after group."""
+        """The parameters that the optimizer updates, group after group."""
         return self._parameters
 
     def is_current(self, members: Members) -> bool:
@@ -77,7 +70,7 @@ class KnownState:
         )
 
     def inputs_of(self, executable: Executable) -> UpdateInputs | None:
-        """Return the remembered inputs of a program's update; None if there are none."""
+        """Return the remembered inputs of a program's update; None before the first `remember` of the program."""
         return self._held.get(executable)
 
     def remember(self, executable: Executable, held: UpdateInputs) -> None:
@@ -93,7 +86,7 @@ def _parameters_of(groups: Any) -> chain[Any]:
 
 
 def _tensors_in(state: Any) -> chain[Any]:
-    """Return the items of each parameter's state, flattened: a name such as "exp_avg", its value, the next name, ..."""
+    """Flatten the items of each parameter's state: a name such as "exp_avg", its value, the next name, ..."""
     return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
 
 

@@ -1,4 +1,4 @@
-"""Choose the engine for a user's mesh: processes or the simulator."""
+"""Chooses the engine for a user's mesh: torch.distributed if the run has a process for each rank, or the simulator."""
 
 from __future__ import annotations
 
@@ -66,10 +66,7 @@ def make_engine(
 ) -> Engine:
     """Return the engine for a mesh: `DistributedEngine` if the run has a process for each rank, else the simulator.
 
-    Args:
-        mesh: a torch `DeviceMesh`, which processes always run, or a `Mesh`.
-        device: the device of the model.
-        wrap, check_in_place, finish_in_place, timeout_s: with processes, as for `DistributedEngine`.
+    Processes always run a `DeviceMesh`. Arguments from `wrap` on are those of `DistributedEngine`.
 
     Raises:
         MeshError: `mesh` is not a mesh, or the run has several processes, but fewer than `mesh` has ranks.
@@ -98,9 +95,8 @@ def make_engine(
 def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
     """Return a torch `DeviceMesh` of all processes on devices of type `kind`, such as "cpu".
 
-    On CPUs, communication in its groups raises an error after `timeout_s`.
-
-    Torch's own `init_device_mesh` always gives such groups a timeout of half an hour.
+    On CPUs, communication in its groups raises an error after `timeout_s`. Torch's own `init_device_mesh` always gives
+    such groups a timeout of half an hour.
     """
     if kind != "cpu":
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
@@ -110,7 +106,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return this process's group along an axis: the default group if the axis has all processes, else a new group."""
+    """Return the default group if the axis has all processes, else make a group."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

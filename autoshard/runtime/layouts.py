@@ -39,7 +39,7 @@ class TensorLayout:
 
 
 class Layouts:
-    """Computes layouts of tensors on one rank of a mesh."""
+    """Computes and keeps the layouts of DTensors, as one rank of a mesh holds them."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh = mesh

@@ -1,8 +1,8 @@
 """Serve calls of many lengths by a few programs: pad inputs to one of a few lengths, and cut outputs back.
 
-The lengths are 8, 12, 16, 24, 32, 48 and so on, each a half or a third more than the previous one. Padding must not
-change any result: attention must be masked or causal, and the loss must leave padded targets out. This is proven for
-each program before it is compiled (`Prove`). A call without a proof is compiled at its own length, with a warning.
+The lengths are 8, 12, 16, 24, 32, 48 and so on. Padding must not change any result: attention must be masked or causal,
+and the loss must leave padded targets out. `Prove` proves this for each program before it is compiled. A call without a
+proof is compiled at its own length, with a warning.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Prove(Protocol):
 
         Args:
             trace: traces a call.
-            padded: the padded call.
+            padded: the padded call, of length `length`.
             exact: calls without padding, by their lengths.
-            length: the length of the padded call.
             fills: the padding value of each padded input, by name ("input:0").
         """
         ...
@@ -85,11 +84,7 @@ class Lengths:
     """Pads the calls of a module, if a proof shows that padding changes no result.
 
     Padded calls with equal keys, for example with the same shapes after padding, are of one kind and share a proof.
-
-    Args:
-        model: the user's model, whose `forward` names the arguments.
-        padding: the padding value by the name of an argument, or "input:2" for the positional argument 2.
-        find_proof: searches for the proof.
+    `padding` has the value by the name of an argument of `forward`, or "input:2" for the positional argument 2.
     """
 
     model: nn.Module
@@ -123,11 +118,8 @@ class Lengths:
     def choose(self, padded: FlatCall, kind: Callable[[FlatCall], Hashable]) -> FlatCall:
         """Return the call to run: the padded call, or the call without padding if no proof was found for its kind.
 
-        A padded call of a new kind is returned too, because its proof has not been searched yet.
-
-        Args:
-            padded: the result of `pad`.
-            kind: returns the key of the padded calls that share one proof.
+        A padded call of a new kind is returned too, because its proof has not been searched yet. `kind` returns the key
+        of the padded calls that share one proof.
         """
         if padded.exact is None:
             return padded
@@ -137,13 +129,7 @@ class Lengths:
         return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
     def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
-        """Search for the proof for a padded call, and return it.
-
-        Args:
-            trace: traces a call.
-            call: the padded call.
-            request: the request for the padded call's program.
-        """
+        """Search for the proof for a padded call and its request. `trace` traces calls of the model."""
         arguments = call.assemble(range(len(call.leaves)))
         places = {number: name for name, number in self._named(*arguments).items()}
         length = self._length_of(call)
@@ -159,10 +145,7 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Remember the proof for a kind of padded calls.
-
-        Return the warnings to log: one if the search failed, else none.
-        """
+        """Remember the proof for a kind of padded calls. Return the warning to log if the search failed."""
         self._known[kind] = proof
         if not proof.reason:
             return ()
@@ -173,7 +156,7 @@ class Lengths:
         )
 
     def keep(self, executable: Executable, proof: PaddingProof | None) -> None:
-        """Remember the proof of a program; with None, the program may not run padded calls."""
+        """Remember the proof that a program may run padded calls; None: it runs calls of the exact length only."""
         self._proofs.keep(executable, proof)
 
     def may_run(self, executable: Executable, call: FlatCall) -> bool:
@@ -181,7 +164,7 @@ class Lengths:
         return call.exact is None or self._proofs.get(executable) is not None
 
     def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
-        """Return the results of a call without the padding."""
+        """Return the outputs of a call, with the padding cut off their padded dims."""
         if call.exact is None:
             return outputs
         proof, length = self._proofs.get(executable), self._length_of(call.exact)
@@ -196,15 +179,11 @@ class Lengths:
         return next(iter(self._named(*call.assemble(call.leaves)).values())).shape[DIM]
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are padded, by name."""
         given = {self._position(index): value for index, value in enumerate(args)} | dict(kwargs)
         return {name: given[name] for name in self.padding if given.get(name) is not None}
 
     def _position(self, index: int) -> str:
-        """Return the name of positional argument `index` in `forward`.
-
-        Return a name such as "input:2" if `padding` has it, or if `forward` does not name the argument.
-        """
+        """Name a positional argument: "input:2" if `padding` has this name, or `forward` does not name it."""
         names = list(inspect.signature(self.model.forward).parameters)
         number = f"input:{index}"
         return number if number in self.padding or index >= len(names) else names[index]

@@ -26,9 +26,8 @@ _SPEC_TRAITS = attrgetter("_spec", "requires_grad")
 class MembersSignature:
     """The properties of a model that must be equal for two calls to share a program. Its hash is computed once.
 
-    Args:
-        content: the modes of modules, and the names, ties, dtypes and shapes of tensors. For calls with gradients, also
-            which parameters are frozen.
+    `content` has the modes of modules, and the names, ties, dtypes and shapes of tensors. For calls with gradients, it
+    also has which parameters are frozen.
     """
 
     content: tuple[Any, ...]
@@ -42,11 +41,7 @@ class MembersSignature:
 
 
 class Members:
-    """The modules, parameters and buffers that a model has when this object is made.
-
-    Args:
-        model: the model. Each of its modules and tensors is counted once.
-    """
+    """The modules, parameters and buffers that `model` has when this object is made, each counted once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = _modules_of(model)
@@ -98,7 +93,7 @@ class Members:
 
     @cached_property
     def has_trainable(self) -> bool:
-        """Whether a parameter requires a gradient."""
+        """Whether at least one parameter requires a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     @cached_property
@@ -133,7 +128,6 @@ def _flat(items: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return each module of a model once, in a fixed order."""
     found: list[nn.Module] = []
     waiting, seen = [model], {id(model)}
     while waiting:

@@ -218,7 +218,7 @@ def common_program(weigher: LossWeigher, batch: MicroBatches, find: Find) -> tup
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return the weighted loss of a micro-batch; zero, without a gradient, if its weight is zero."""
+    """Return the weighted loss of a micro-batch, or zero without a gradient if its weight is zero."""
     return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
 

@@ -37,7 +37,7 @@ class OfModel(nn.Module, ABC):
         self.__class__ = _class_for(type(self), type(model))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> Any:
-        """Pickle the module by its base class; `_new_for` makes the class anew."""
+        """Pickle the module by its base class, because its own class is made at run time."""
         (kind, *_), (model,) = type(self).__bases__, self._original
         return _new_for, (kind, type(model)), self.__getstate__()
 
@@ -64,7 +64,6 @@ class OfModel(nn.Module, ABC):
             setattr(self._original[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute of this module, or else of the user's model."""
         if self._is_own(name):
             super().__delattr__(name)
         else:
@@ -75,8 +74,6 @@ class OfModel(nn.Module, ABC):
         return "_original" not in own or name in own or hasattr(type(self), name)
 
     def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
-        """Wrap a method of the user's model to run on whole parameters."""
-
         @wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             with self.whole_parameters():
@@ -88,8 +85,7 @@ class OfModel(nn.Module, ABC):
 def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:
     """Return a subclass of `kind` whose `forward` has the signature of the model's `forward`.
 
-    The Trainer of transformers inspects this signature. `torch.compile` of the module, or of code that calls the
-    module, does not compile the call.
+    The Trainer of transformers inspects this signature. `torch.compile` does not compile the call.
     """
 
     @wraps(model_class.forward)
@@ -108,10 +104,7 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
 
 
 def refuse_capture(captured: str) -> NoReturn:
-    """Raise `TraceError`: torch cannot record or compile a compiled model.
-
-    `captured` describes the model in the message.
-    """
+    """Raise `TraceError`: torch cannot record or compile a compiled model, which `captured` describes."""
     raise TraceError(
         f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {captured}, which runs a program of its "
         "own on a mesh. Capture the original module instead; .export(folder) writes the weights for it."

@@ -1,4 +1,4 @@
-"""Functions for torch optimizers of a sharded module: about their parameters, their state and their options."""
+"""Functions for torch optimizers of a sharded module: their parameters, their state and their options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Let an optimizer that was made before `compile` update the DTensors that replaced its parameters.
 
-    Groups, their options and attached schedulers stay.
-
-    Args:
-        optimizer: any torch optimizer over parameters of the model.
-        parameters: the present parameters of the model.
+    Groups, their options and attached schedulers stay. `parameters` are the present parameters of the model.
 
     Raises:
         TraceError: the optimizer has parameters of another model, has already taken steps, or has made state without
@@ -44,7 +40,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
 
 
 def follow_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """In the groups of an optimizer, replace each parameter from before `compile` by the parameter that succeeds it."""
+    """Replace, in an optimizer's groups, each parameter from before `compile` by the parameter that succeeds it."""
     for group in optimizer.param_groups:
         group["params"] = [successor_of(item) for item in group["params"]]
 
@@ -81,11 +77,8 @@ def lay_out_loaded_state(
 ) -> None:
     """Shard the whole tensors in an optimizer's state as their parameters are sharded.
 
-    A plain `load_state_dict` leaves state tensors whole.
-
-    Args:
-        optimizer: the optimizer, whose state is changed.
-        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
+    A plain `load_state_dict` leaves state tensors whole. `lay_out(tensor, parameter)` returns the whole `tensor`,
+    sharded as `parameter` is.
     """
     for held, state in optimizer.state.items():
         parameter = successor_of(held)
@@ -98,7 +91,7 @@ def lay_out_loaded_state(
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of state that an optimizer keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain SGD.
 
-    If the optimizer has no state yet, a copy of it takes one step on a small parameter, with the first group's options.
+    If the optimizer has no state yet, a copy takes one step on a small parameter, with the first group's options.
     """
     if optimizer.state:
         elements = sum(parameter.numel() for parameter in optimizer.state)
@@ -113,7 +106,6 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _held_bytes(state: Mapping[str, Any]) -> int:
-    """Return the bytes of a parameter's state, without step counts."""
     return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
@@ -149,8 +141,8 @@ _SIDE = 64
 class HyperparameterText:
     """Returns the present hyperparameters of an optimizer as text, which ranks compare and messages show.
 
-    The text has the options of each group, `max_grad_norm`, and the number of steps. The text of plain options is
-    cached until an option changes.
+    The text has the options of each group, `max_grad_norm`, and the number of steps. It is cached until an option
+    changes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
@@ -160,7 +152,6 @@ class HyperparameterText:
         self._text = ""
 
     def __call__(self) -> str:
-        """Return the text."""
         options = [{**group, "params": None} for group in self._optimizer.param_groups]
         is_plain = all(map(_is_plain, chain(*map(dict.values, options))))
         if not is_plain or options != self._options:
@@ -186,7 +177,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """Return an option as text. A tensor on an accelerator is not read, because that would wait for the device."""
+    """Show an option. A tensor on an accelerator is not read, because that would wait for the device."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.item()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

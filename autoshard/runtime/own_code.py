@@ -1,10 +1,8 @@
 """Let the user's own code, such as `sharded.generate`, read parameters as whole tensors while they are DTensors.
 
-The user's code mixes parameters with plain tensors, which DTensors refuse. So within `whole_parameters`, reading a
-parameter from its module gathers it: `self.weight` is a whole plain tensor. The whole tensor is freed when the forward
-that reads it ends. FSDP gathers module by module in the same way; here it also works for weights that another module
-reads. Every rank runs the same code on the same tensors. Gradients flow back into the shards, and in-place changes
-reach the shards.
+Within `whole_parameters`, reading a parameter from its module gathers it, because DTensors refuse plain tensors. The
+whole tensor is freed when the forward that reads it ends. Every rank runs the same code on the same tensors. Gradients
+flow back into the shards, and in-place changes reach the shards.
 """
 
 from __future__ import annotations
@@ -23,12 +21,7 @@ LayOut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
-    """Within the context, code of `model` and its submodules reads DTensor parameters as whole tensors.
-
-    Args:
-        model: any module.
-        lay_out: `lay_out(tensor, parameter)` returns the whole `tensor`, sharded as `parameter` is.
-    """
+    """Within the context, code of `model` reads DTensor parameters whole. `lay_out` is `Engine.lay_out_like`."""
     if isinstance(model._parameters, _Lending) or not any(isinstance(item, DTensor) for item in model.parameters()):
         yield
         return
@@ -51,7 +44,7 @@ def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
 
 
 def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module], None]:
-    """Let a module read whole parameters; return a function that gives the module its own parameters back."""
+    """Return a function that gives the module its own parameters back."""
     held = module._parameters
     weights: Any = module._flat_weights if isinstance(module, nn.RNNBase) else None
     module._parameters = _Lending(held, lender)
@@ -70,10 +63,7 @@ def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module]
 
 
 class _Lending(dict[str, Any]):
-    """The `_parameters` of a module while its parameters are lent.
-
-    Reading a parameter by name gives the whole tensor. Listing all parameters gives the DTensors.
-    """
+    """The `_parameters` of a module while lent: reading by name gives the whole tensor, listing gives the DTensors."""
 
     def __init__(self, parameters: dict[str, Any], lender: _Lender) -> None:
         super().__init__(parameters)
@@ -91,19 +81,15 @@ class _Lender:
         self._scopes: list[dict[tuple[int, bool], tuple[torch.Tensor, DTensor]]] = []
 
     def open(self, *_: Any) -> None:
-        """Begin a scope: a forward, or the context itself."""
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:
-        """End a scope: copy in-place changes of its whole tensors into the shards, and drop the whole tensors."""
+        """Copy in-place changes of the scope's whole tensors into the shards, and drop the whole tensors."""
         for full, parameter in self._scopes.pop().values():
             self._take_back(full, parameter)
 
     def lend(self, parameter: Any) -> Any:
-        """Return the whole tensor of a DTensor; return any other value as it is.
-
-        If gradients are enabled, they flow through the whole tensor into the DTensor.
-        """
+        """Return the whole tensor of a DTensor, with gradients into the DTensor; return any other value as it is."""
         if not isinstance(parameter, DTensor):
             return parameter
         key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)
@@ -120,7 +106,6 @@ class _Lender:
 
     @torch.no_grad()
     def _take_back(self, full: torch.Tensor, parameter: DTensor) -> None:
-        """Copy in-place changes of the whole tensor into this rank's shard."""
         laid_out, local = self._lay_out(full, parameter), parameter.to_local()
         assert isinstance(laid_out, DTensor), "`lay_out` returns a DTensor for a DTensor"
         if not torch.equal(laid_out.to_local(), local):

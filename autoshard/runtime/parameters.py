@@ -16,10 +16,7 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, stand_for
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `replace(parameter)` under all of its names.
-
-    If `replace` returns the parameter itself, it stays.
-    """
+    """Replace each parameter by `replace(parameter)` under all of its names; it may return the parameter itself."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner, leaf, parameter in list(_places(model)):
         if parameter not in made:
@@ -29,9 +26,7 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 
 
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter by `take(parameter)` for good.
-
-    The new parameter gets the hooks and attributes of the old parameter, and `take(gradient)` as its gradient.
+    """Replace each parameter by `take(parameter)` for good, with its hooks and attributes, and with `take(gradient)`.
 
     The old parameter objects forward to the new ones, so that other holders of them, such as optimizers, keep working.
     """
@@ -63,10 +58,7 @@ def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], to
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """The two dicts of a parameter's hooks, to put on another parameter.
-
-    The handle of a hook refers to the hook's dict, so the handle can still remove the hook.
-    """
+    """A parameter's hooks, in its own two dicts, because the handle of a hook can remove it only there."""
 
     on_gradient: Any = None
     after_accumulation: Any = None
@@ -135,7 +127,6 @@ def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.P
 
 
 def _outline(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the shape and dtype of the whole parameter."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
@@ -160,10 +151,7 @@ def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the owning module, the name in it, and the parameter, for each name of each parameter.
-
-    A tied parameter has several names.
-    """
+    """Yield (owning module, name in it, parameter) for each name of each parameter; a tied parameter has several."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         yield model.get_submodule(path), leaf, parameter

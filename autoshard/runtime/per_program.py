@@ -21,7 +21,7 @@ class PerProgram(Generic[Made]):
         self._made: WeakKeyDictionary[Executable, Made] = WeakKeyDictionary()
 
     def get(self, executable: Executable) -> Made | None:
-        """Return the value of a program; None if there is none."""
+        """Return the value of a program; None if there is none yet."""
         return self._made.get(executable)
 
     def get_or_make(self, executable: Executable, make: Callable[[], Made]) -> Made:

@@ -1,11 +1,9 @@
 """Pickle DTensors (`torch.save`) of a compiled model only if this rank holds them whole.
 
-`if rank == 0: torch.save(model.state_dict(), path)` is a common habit, but torch writes only the shards of rank 0 into
-the file. Pickle cannot gather, because the other ranks do not pickle. So a tensor that this rank holds whole is written
-as a plain tensor, which one device can read; any other DTensor is refused.
-
-`copyreg` is Python's table for pickling objects of foreign classes. Copies, other processes of this rank (such as the
-process of `torch.distributed.checkpoint.async_save`), and DTensors of other libraries are pickled as torch does.
+For `if rank == 0: torch.save(model.state_dict(), path)`, torch writes only the shards of rank 0 into the file. So a
+tensor that this rank holds whole is written as a plain tensor, and any other DTensor is refused. Copies, other
+processes of this rank (such as that of `torch.distributed.checkpoint.async_save`), and DTensors of other libraries are
+pickled as torch does.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """Return the reduced form of a DTensor for pickle; see `object.__reduce_ex__`.
-
-    Raises:
-        NotAvailableError: this rank does not hold the tensor whole.
-    """
+    """Pickle a DTensor, or raise `NotAvailableError` if it is ours and this rank does not hold it whole."""
     is_copied = sys._getframe(1).f_code is copy.copy.__code__
     if is_copied or tensor.device_mesh not in _OURS:
         return _as_torch_does(tensor)
@@ -68,7 +62,6 @@ def _reduced(tensor: DTensor) -> Any:
 
 
 def _is_whole(tensor: DTensor) -> bool:
-    """Whether this rank holds all of a tensor."""
     mesh = tensor.device_mesh
     pairs = zip(tensor.placements, mesh.shape, strict=True)
     return all(it.is_replicate() or size == 1 for it, size in pairs)

@@ -1,8 +1,7 @@
 """Make the process groups that lowered programs name, and bind programs to a rank's groups.
 
 A lowered program names a group by its mesh axes and its purpose (`autoshard.ir.communicators`): "model", "data,model",
-or "data/gradients". `bind` copies a program's graph for one rank, with torch's names of the rank's process groups and
-with the rank's coordinates. Torch's functional collectives can run the copy.
+or "data/gradients". `bind` copies a graph for one rank, with torch's names of its groups and with its coordinates.
 """
 
 from __future__ import annotations
@@ -42,23 +41,13 @@ _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class ProcessGroups:
-    """The process groups along the axes of a torch `DeviceMesh`.
+    """The process groups along the axes of a torch `DeviceMesh`, of which this process has `rank`.
 
-    Groups over several axes, and groups for a purpose, are made at first use. All ranks run the same program text, so
-    they make these groups in the same order. There are at most three groups for each set of axes.
+    Groups over several axes, and groups for a purpose, are made at first use, in the same order on all ranks. There are
+    at most three groups for each set of axes. On CPUs, communication in a new group raises an error after `timeout_s`.
 
     The stages of a pipeline have different programs, whose ranks use the groups of `outer`, on the mesh of all ranks.
     `outer.prepare` makes these groups for all stages together.
-
-    Args:
-        device_mesh: the mesh; this process is on it.
-        timeout_s: on CPUs, the seconds after which communication in a new group raises an error.
-        outer: the groups of the mesh of all ranks, if `device_mesh` is the mesh of a pipeline rank.
-
-    Attributes:
-        mesh: the mesh as a `Mesh`.
-        rank: the rank of this process on the mesh.
-        on_cpu: whether the mesh runs on CPUs.
     """
 
     def __init__(
@@ -79,10 +68,7 @@ class ProcessGroups:
         return self.mesh.coordinates(self.rank)
 
     def name(self, group: str) -> str:
-        """Return torch's name of this rank's process group, for a group's name in a lowered program.
-
-        Make the group if the name is new.
-        """
+        """Return torch's name of this rank's process group, made if new, for a group's name in a lowered program."""
         if group not in self._names:
             found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
             self._names[group] = found
@@ -94,11 +80,7 @@ class ProcessGroups:
             self.name(group)
 
     def prepared(self, group: str) -> str:
-        """Return torch's name of a group that `prepare` has made.
-
-        Raises:
-            NotAvailableError: `prepare` has not made the group.
-        """
+        """Return torch's name of a group that `prepare` has made; raise `NotAvailableError` for any other group."""
         if group not in self._names and group not in self.mesh.axis_names:
             raise NotAvailableError(
                 f"A stage of the pipeline communicates along {group!r}, but this group was not made for all stages "
@@ -107,12 +89,7 @@ class ProcessGroups:
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """Make a process group of ranks of the mesh, in the given order. All ranks must call.
-
-        Args:
-            members: ranks on the mesh.
-            axis: the mesh axis whose backend (Gloo, NCCL) the group has.
-        """
+        """Make a group of `members`, in this order, with the backend of `axis`. All ranks of the mesh must call."""
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 
@@ -130,7 +107,7 @@ class ProcessGroups:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Make a group in which `ranks` are numbered in the given order; torch below 2.13 needs an ascending order."""
+    """Number `ranks` in the given order, for which torch below 2.13 needs an ascending order."""
     if ranks == sorted(ranks):
         return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
@@ -192,7 +169,7 @@ def _bind_node(
     coordinates: dict[str, int],
     groups: ProcessGroups,
 ) -> Any:
-    """Copy a node into `graph` and return the copy; for a coordinate or arithmetic on it, return this rank's number."""
+    """Copy a node. A coordinate, or arithmetic on coordinates, becomes this rank's number."""
     if node.target is axis_index:
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
@@ -207,7 +184,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """Return the arguments of a collective with torch's name of its group, which is the last argument."""
+    """Replace the group, which is a collective's last argument, by torch's name of it."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

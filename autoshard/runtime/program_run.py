@@ -1,8 +1,7 @@
 """`ProgramRun` runs the forwards and backwards of a program's micro-batches, stage by stage.
 
-A program without stages is a pipeline of one stage, and sends no messages. If one process simulates all ranks, it runs
-all stages. With processes, each process runs the stages of its pipeline rank. `StageMessages` carries values between
-stages.
+A program without stages is a pipeline of one stage. A process runs the stages of its pipeline rank, or all stages if it
+simulates all ranks. `StageMessages` carries values between stages.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class StageRun:
     """A stage that this process runs, in one call.
 
     Args:
-        number: the stage's position in the pipeline.
-        program: the stage's program.
         hoisted: local values computed once for all micro-batches; None before the first micro-batch.
         saved: local values that a forward saves for its backward, by micro-batch.
         for_second_half: local values that the first half of a split backward saves for the second half, by micro-batch.
@@ -56,25 +53,17 @@ class StageRun:
     owned: Sequence[bool] | None = None
 
     def run_backward(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Run a backward, add its gradients to the sums, and return the gradients for other stages.
-
-        Args:
-            values: the values saved by the forward, then the local tangents; emptied.
-        """
+        """Run a backward on saved values and local tangents (emptied); return the gradients for other stages."""
         sent, gradients = self.program.run_backward_on(values, self._take_sums())
         self.add(gradients, self.program.owned_gradients)
         return sent
 
     def run_second_half(self, values: list[LocalValue]) -> None:
-        """Run the second half of a split backward, and add its gradients to the sums.
-
-        Args:
-            values: the values that the first half saved; emptied.
-        """
+        """Run the second half of a split backward on the values of the first half, which are emptied."""
         self.add(*self.program.run_second_half(values, self._take_sums()))
 
     def _take_sums(self) -> list[LocalValue] | None:
-        """Return the sums for a backward that adds to them, without keeping them, so that each sum can be freed.
+        """Take the sums for a backward that adds to them, so that each sum can be freed.
 
         None before the first backward, and if the engine adds afterwards.
         """
@@ -99,7 +88,6 @@ class ProgramRun:
     Args:
         table: the values that stages send each other.
         stages: the stages that run in this process, by number.
-        messages: sends the values.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
         weights: the weight in the loss of each micro-batch of the call. A micro-batch of weight zero has no backward.
         take: called with the outputs of each forward.
@@ -175,10 +163,7 @@ class ProgramRun:
         self.take(program, results, self.first + micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """Return a stage's inputs of a micro-batch.
-
-        The first stage that asks gets the inputs of all stages, so that micro-batches draw random numbers in order.
-        """
+        """Return a stage's inputs. The first stage that asks gets all stages' inputs, to draw numbers in order."""
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(self.first + micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -189,10 +174,7 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Run forward and backward as a CUDA graph; return the outputs and the gradients.
-
-        The results are copied if needed, because they are valid only until the graph's next call.
-        """
+        """Run forward and backward as a CUDA graph. Its results are copied if the next call would overwrite them."""
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -213,14 +195,10 @@ class ProgramRun:
         self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
 
     def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
-        """Return the local gradients of outputs that a backward takes, in the order of `Executable.tangents`."""
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """Return the local gradient of one output: from a later stage, or else made here.
-
-        The gradient of the loss is the micro-batch's weight; the gradients of other outputs are zero.
-        """
+        """Return the gradient of an output: a later stage's, the micro-batch's weight for the loss, else zero."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

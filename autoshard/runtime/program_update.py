@@ -1,8 +1,7 @@
 """Run the update of a program, in two graphs if a pipeline stage needs the norm of all stages' gradients.
 
-To clip gradients, each stage needs the sum of squares over all stages. The first graph computes the stage's own sum of
-squares. The sums are added over stages. The second graph takes the total, and values from the first graph, and computes
-the new parameters and state. A program without stages computes its norm itself, and its update is one graph.
+To clip gradients, the first graph computes the stage's own sum of squares, and the sums are added over stages. The
+second graph takes the total, and values from the first graph, and computes the new parameters and state.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from autoshard.runtime.engine import Engine, Loaded, LocalValue, Reader
 
 @dataclass(frozen=True, eq=False)
 class ProgramUpdate:
-    """The update of one program.
+    """The update of one program, or of one pipeline stage.
 
     Args:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
         writes: slots of updated parameters and state; for a stage that clips, also of its sum of squares.
-        engine: the engine that runs the update.
     """
 
     graph_module: fx.GraphModule
@@ -48,10 +46,7 @@ class ProgramUpdate:
         """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
 
         Return the sum as a scalar (None if the stage does not clip), and local values to pass to `run` as `kept`.
-
-        Args:
-            carried: the gradients, summed over micro-batches.
-            held: parameters, optimizer state and options, in the order of `reads`.
+        `carried` are the summed gradients, and `held` has the tensors of `reads`.
         """
         if self._first is None or self._squares is None:
             return None, []
@@ -70,11 +65,8 @@ class ProgramUpdate:
     ) -> None:
         """Update the user's parameters and state in place.
 
-        Args:
-            carried: see `run_squares`; emptied.
-            held: see `run_squares`.
-            kept: values from `run_squares`.
-            squares: the sum of squares over all stages; None if stages do not clip.
+        `kept` are the values from `run_squares`, `squares` is the sum of squares over all stages, or None if stages do
+        not clip. The other arguments are those of `run_squares`; `carried` is emptied.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"

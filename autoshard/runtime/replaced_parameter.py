@@ -1,8 +1,7 @@
 """Parameter objects from before `compile`, which optimizers and users still hold, forward to the DTensors in use now.
 
-A plain `nn.Parameter` cannot become a DTensor, because Python's layouts of the two classes differ and
-`torch.utils.swap_tensors` refuses them. So the old object forwards to its successor: torch's functions, and attributes
-(`grad`, `data`, `shape`), act on the successor.
+A plain `nn.Parameter` cannot become a DTensor (`torch.utils.swap_tensors` refuses it). So torch's functions and the
+attributes (`grad`, `data`, `shape`) of the old object act on its successor.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
-    """Let `parameter` forward to `successor` from now on.
-
-    Raises:
-        TraceError: Python cannot change the class of `parameter`.
-    """
+    """Let `parameter` forward to `successor` from now on. Raise `TraceError` if Python cannot change its class."""
     try:
         parameter.__class__ = ReplacedParameter
     except TypeError as error:

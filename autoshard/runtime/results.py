@@ -21,12 +21,7 @@ class Results:
     model: nn.Module
 
     def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
-        """Write the buffers and attributes that a call sets; return its outputs, nested as in the model's own call.
-
-        Args:
-            executable: the program that ran.
-            outputs: its results, in the order of `Executable.outputs`.
-        """
+        """Write the buffers and attributes that a call sets; return its outputs, nested as in the model's own call."""
         program = executable.phased.lowered.traced
         executable.set_attributes()
         leaves = dict(program.output_constants)
@@ -48,5 +43,5 @@ class Results:
 
     @torch.no_grad()
     def update_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Copy the value that a call computed into the buffer with this qualified name."""
+        """Copy a program's new value of a buffer, whole, into the user's buffer with this qualified name."""
         self.model.get_buffer(name).copy_(value)

@@ -9,7 +9,7 @@ from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask
 
 
 class TaskRunner(Protocol):
-    """Runs one task of a step at a time."""
+    """Runs the tasks (forwards, backwards, receives) of the pipeline ranks in this process, one at a time."""
 
     def can_run(self, task: StageTask) -> bool:
         """Whether a task can run now: the values that it reads are there, or come from another process."""
@@ -21,13 +21,7 @@ class TaskRunner(Protocol):
 
 
 def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) -> None:
-    """Run the tasks of some pipeline ranks, each in its order.
-
-    Args:
-        order: the order of all ranks, proven to end.
-        ranks: the ranks that this process runs.
-        runner: runs each task.
-    """
+    """Run the tasks of the pipeline ranks in this process, each rank's in its order, which is proven to end."""
     left = [list(reversed(order.ranks[rank])) for rank in ranks]
     while any(left):
         turns = [_run_next(slots, runner) for slots in left if slots]
@@ -35,10 +29,7 @@ def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) ->
 
 
 def _run_next(slots: list[Slot], runner: TaskRunner) -> bool:
-    """Run the tasks of a pipeline rank's next slot, which is the last of `slots`; remove the slot and return True.
-
-    A slot is the tasks that a rank starts at once. Return False, without running a task, if a task cannot run yet.
-    """
+    """Start all tasks of a rank's next slot, the last of `slots`, or return False if a task of it cannot run yet."""
     if not all(map(runner.can_run, slots[-1])):
         return False
     for task in slots.pop():

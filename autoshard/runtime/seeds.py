@@ -25,12 +25,11 @@ _KNOWN = 4096
 class SeedSequence:
     """A sequence of seeds: one seed for each call, or micro-batch, that draws random numbers.
 
-    A seed is computed from torch's initial seed (`base`) and the number of earlier draws (`count`), which are the place
-    in the sequence.
+    The place in the sequence is torch's initial seed (`base`) and the number of earlier draws (`count`).
 
-    A call that draws advances torch's CPU generator. If the user moves the generator back, the sequence moves back too,
-    as on one device. Setting a seed (even the same seed), leaving `torch.random.fork_rng` and setting a state move the
-    generator back. Draws in the user's own code do not move the sequence, so ranks may draw different numbers there.
+    A call that draws advances torch's CPU generator. If the user moves the generator back (by a seed, a state, or
+    leaving `torch.random.fork_rng`), the sequence moves back too, as on one device. Draws in the user's own code do not
+    move it.
 
     Ranks must set equal seeds. They compare seeds when they compile, and when the user has moved the sequence. After
     `load`, the sequence continues from the saved state, independent of torch's seed.
@@ -66,7 +65,7 @@ class SeedSequence:
         return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
-        """Continue from a result of `state`."""
+        """Continue from a saved result of `state`, independent of torch's seed."""
         base, count = state.tolist()
         self.base, self.count, self._is_loaded = base & _MASK, count, True
         self._left = Mark.now()
@@ -93,7 +92,7 @@ class SeedSequence:
         return seed
 
     def _remember_state(self) -> None:
-        """Remember the present place in the sequence for the present state of torch's generator."""
+        """Remember the place for the generator's state, and forget the oldest of more than `_KNOWN` states."""
         self._left = Mark.now()
         self._known.pop(self._left, None)
         self._known[self._left] = self.base, self.count
@@ -135,10 +134,7 @@ def _loaded(state: torch.Tensor) -> SeedSequence:
 
 
 def seed_of_weights(seed: int) -> int:
-    """Return the seed for initialisers of weights from a user's seed. It is unrelated to the seeds of calls.
-
-    It fits in an int64.
-    """
+    """Return the seed, which fits in an int64, for initialisers of weights. It is unrelated to the seeds of calls."""
     return _mix(_mix(seed ^ _WEIGHTS)) >> 1
 
 
@@ -147,10 +143,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """Mix the bits of a 64-bit number, by SplitMix64's output function (Steele, Lea, Flood 2014, figure 18).
-
-    Neighbouring numbers give unrelated results.
-    """
+    """Mix bits by SplitMix64's output function (Steele, Lea, Flood 2014, figure 18): near numbers become unrelated."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

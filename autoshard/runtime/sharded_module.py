@@ -1,13 +1,12 @@
 """`ShardedModule`, the module that `compile` returns.
 
-A `ShardedModule` is an ordinary `nn.Module` with the submodules, parameters and buffers of the user's model, under the
-same names. A call runs a compiled program for the whole mesh. Each new kind of call (input shapes, training or
-evaluation, with or without gradients) is compiled when it first occurs, and cached.
+It has the submodules, parameters and buffers of the user's model, under the same names. A call runs a compiled program
+for the whole mesh. Each new kind of call (input shapes, training or evaluation, with or without gradients) is compiled
+when it first occurs, and cached.
 
-The user's model shares its submodules and parameters with the module. The simulator does not change them. With
-processes, parameters become DTensors, and each rank keeps its shard, as with FSDP's `fully_shard`. From then on,
-parameter objects stay the same, so an optimizer may be built before the first call. Parameter objects from before
-`compile` forward to the DTensors (`runtime.replaced_parameter`), so optimizers and lists that hold them keep working.
+The simulator does not change the user's model. With processes, its parameters become DTensors, and each rank keeps its
+shard, as with FSDP's `fully_shard`. Parameter objects from before `compile` forward to the DTensors
+(`runtime.replaced_parameter`), so optimizers and lists that hold them keep working.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that runs the model."""
+        """The mesh on which the program runs; with pipeline stages, a stage's mesh, without the axis "pipeline"."""
         return self._engine.mesh
 
     @property
@@ -125,7 +124,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """The cached programs."""
+        """The cached programs of all kinds of calls, those of the least recently used kind first."""
         return tuple(executable.compiled for executable in self._known)
 
     @property
@@ -215,7 +214,7 @@ class ShardedModule(OfModel, HasWeights):
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> ProgramCall:
-        """Return a call of a program in the form that autograd saves; `seed` is the seed that the call drew."""
+        """Return a call in the form that autograd saves. `seed` is the seed that it drew."""
 
         state, training = executable.state, self.training
 
@@ -235,21 +234,18 @@ class ShardedModule(OfModel, HasWeights):
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Pad the inputs of a call to one of a few lengths, and find its program; return both.
-
-        `runs`: the program will run, so ranks compare its inputs.
-        """
+        """Find the program of a call and the call, padded if it may be. `runs`: ranks compare its inputs."""
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
 
     def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
-        """Return the key of the padded calls that share one proof; see `Lengths`."""
+        """Return the key of padded calls that share one proof."""
         plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program for a call without running it; return its plan."""
+        """Compile the program for a call without running it; return its plan, or None if the program has none."""
         return self._compile_for(FlatCall.of(args, kwargs, self._outputs))
 
     def compile_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
@@ -269,7 +265,7 @@ class ShardedModule(OfModel, HasWeights):
     def find_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find the program of a whole training step, or compile it; return it and the flattened (padded) call.
+        """Find or compile the program of a whole training step; return it and the flattened (padded) call.
 
         `runs`: the program will run, so ranks compare its inputs.
         """
@@ -279,7 +275,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """Find the program for a call, or compile it; return it and the call as the program flattens it.
+        """Find or compile the program for a call; return it and the call as the program flattens it.
 
         Without a proof that padding changes no result, the returned call is the call without padding.
         """
@@ -308,7 +304,7 @@ class ShardedModule(OfModel, HasWeights):
         return executable, call
 
     def _prove(self, call: FlatCall, grad: bool) -> PaddingProof | None:
-        """Search for the proof for a padded call; return None for a call without padding."""
+        """Search for the proof for a padded call; None for a call without padding."""
         if self._lengths is None or call.exact is None:
             return None
         with self.requesting(call, grad) as request:
@@ -317,10 +313,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find_with_all_tangents(
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> Executable:
-        """Return the program for a call in which each output has a tangent; compile it if no known program serves.
-
-        `seed` is the seed that the call drew. For `derivatives`, see `Request`.
-        """
+        """Find or compile the program in which each output has a tangent. `seed` is the seed that the call drew."""
         key = key_of(call, self.members(), grad=True, all_tangents=True, derivatives=derivatives)
         self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
@@ -349,7 +342,7 @@ class ShardedModule(OfModel, HasWeights):
         return self.compiler.guards_hold(program, inputs, state)
 
     def _state(self, slot: InputSlot, seed: torch.Tensor | None) -> torch.Tensor:
-        """Return a parameter, buffer or seed that a guard reads; `seed` as for `_compile`."""
+        """Return a parameter, buffer or seed that a guard reads. `seed` is None before the call draws."""
         match slot.kind:
             case InputKind.PARAMETER:
                 return self.get_parameter(slot.name)
@@ -371,8 +364,8 @@ class ShardedModule(OfModel, HasWeights):
     ) -> Executable:
         """Compile the program for a call. `seed` is the call's seed, or None before it draws.
 
-        If the model's Python values changed, but the trace gives a known program again, return the known program. The
-        known program then serves the new values too.
+        If the model's Python values changed, but the trace gives a known program again, this program serves the new
+        values too.
         """
         refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)
@@ -440,14 +433,14 @@ class ShardedModule(OfModel, HasWeights):
         return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
-        """Return an example of a call's leaf for tracing. A tensor becomes another tensor of global shape."""
+        """Replace a tensor by another tensor of global shape, for tracing."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         example = self._engine.global_copy(leaf).detach()
         return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """Shard each parameter by the first program that has it; remember these specs, and those of optimizer state."""
+        """Shard each parameter by the first program that has it, and remember the specs, also of optimizer state."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:
@@ -481,7 +474,6 @@ class ShardedModule(OfModel, HasWeights):
         return buffer.detach().clone() if copied else buffer
 
     def _next_seed(self) -> torch.Tensor:
-        """Return the seed that the call draws if its program takes one."""
         self._renew_seeds()
         return self.seeds.peek(self._engine.device)
 
@@ -493,6 +485,5 @@ class ShardedModule(OfModel, HasWeights):
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the seed among a call's inputs; None if its program takes none."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)

@@ -23,8 +23,6 @@ class FlatCall:
     """The arguments of a call, flattened by torch's pytree, with keyword arguments in the order of their names.
 
     Args:
-        leaves: the leaves.
-        tree: the nesting of the leaves.
         outputs: the form of the returned outputs: sharded, whole, or the loss alone.
         as_compiled: the program is traced with `torch.compiler.is_compiling()` true.
         exact: the call before padding, if inputs are padded; else None.
@@ -69,14 +67,8 @@ def key_of(
     """Return a key of everything that a program depends on, except tensors' values and the model's Python values.
 
     The key covers shapes, dtypes, other leaves of the call, modes, and the model's parameters and buffers: their names,
-    dtypes, ties, and which are frozen.
-
-    Args:
-        call: the call of the program.
-        members: the members of the model.
-        grad: whether gradients are needed.
-        updates: whether the program is of a whole training step.
-        all_tangents, derivatives: see `Request`.
+    dtypes, ties, and which are frozen. `updates` is true for a whole training step. `all_tangents` and `derivatives`
+    are fields of `Request`.
     """
     return (
         (updates, all_tangents, derivatives),
@@ -90,13 +82,7 @@ def key_of(
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, traced: Mapping[str, str]) -> None:
-    """Raise `TraceError` for inputs without values, or on another device than in the trace.
-
-    Args:
-        tensors: inputs by name.
-        device: the model's device.
-        traced: the device type on which each input was traced, by name.
-    """
+    """Raise `TraceError` for inputs without values, or on another device type than the traced input of this name."""
     for name, tensor in tensors.items():
         found = tensor.device.type
         if found != device.type and (found == "meta" or traced.get(name, found) != found):

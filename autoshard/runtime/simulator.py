@@ -1,8 +1,7 @@
 """The simulator runs a lowered program for all ranks of a mesh in one process, in lock-step.
 
-The simulator evaluates the graph node by node, for each rank's operands. A collective takes the operands of a group of
-ranks and returns a result for each rank. Ranks whose operands are the same objects (copies) share one evaluation and
-one result, so a replicated computation costs once. Memory into which a program writes is separate for each rank.
+It evaluates the graph node by node, for each rank's operands. Ranks whose operands are the same objects (copies) share
+one evaluation and one result. Memory into which a program writes is separate for each rank.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def simulate(
     Args:
         program: a lowered program, or the graph of a program without attributes; `autoshard.ir.communicators` names
             the groups of its collectives.
-        mesh: the mesh.
         inputs: for each placeholder, the value of each rank. Give the same object to ranks that hold copies.
         on_values: called after each node, for example to compare values.
 
@@ -131,10 +129,7 @@ class _SimulatedRun:
         return node.target(*args, **kwargs)
 
     def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
-        """Run a collective; return each rank's result.
-
-        A collective's first argument is its operand, and its last argument is the name of its group.
-        """
+        """Run a collective: its first argument is its operand, and its last argument is the name of its group."""
         if node.target is _c10d.wait_tensor.default:
             return [args[0] for args, _ in operands]
         collective = _COLLECTIVES.get(node.target)
@@ -150,7 +145,7 @@ class _SimulatedRun:
         return results
 
     def _exchange(self, node: fx.Node, arguments: Sequence[_Arguments]) -> list[Any]:
-        """Run one of our operators that communicate inside (`EXCHANGING`); return each rank's result."""
+        """Run one of our operators that communicate inside (`EXCHANGING`)."""
         steps_of = EXCHANGING[cast(OpOverload, node.target)]
         results: list[Any] = [None] * self.mesh.size
         for group in self._groups(node):
@@ -177,7 +172,7 @@ def _is_collective(target: Any) -> bool:
 
 
 def _reads_rank(node: fx.Node) -> bool:
-    """Whether a node's result may depend on the rank by `axis_index`: true for Python functions except arithmetic."""
+    """Whether a node may read `axis_index`: Python functions may, except arithmetic."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
@@ -188,15 +183,12 @@ def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int)
 
 
 def _identity(value: Any) -> Any:
-    """Return a key for a value: equal numbers share a key, and any other object has its own key."""
+    """Return a key that equal numbers share; any other object has a key of its own."""
     return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node, the values to free after it, because no later node reads them.
-
-    A node that no node reads is freed after itself.
-    """
+    """Return, for each node, the values to free after it, because no later node reads them."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -242,7 +234,7 @@ def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor
 
 
 def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """Return the coalesced form of a collective, which takes a list of operands per rank."""
+    """Return a collective's coalesced form, which takes a list of operands per rank."""
 
     def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
         by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]

@@ -21,23 +21,20 @@ _BOTH = {"model", "seeds"}
 
 
 def write_seeds(destination: dict[str, Any], prefix: str, seeds: SeedSequence) -> None:
-    """Add the place in a sequence of seeds to a state dict that already has the model's own state.
-
-    `prefix` is the module's prefix of names in the state dict.
-    """
+    """Add the place in a sequence of seeds to a state dict that has the model's own state under names with `prefix`."""
     key = prefix + _EXTRA
     destination[key] = {"model": destination[key], "seeds": seeds.state()} if key in destination else seeds.state()
 
 
 def extra_state_of(module: nn.Module) -> Any:
-    """Return the extra state that a module saves; None if it saves none."""
+    """Return the extra state that a module saves under "_extra_state"; None if it saves none."""
     written: dict[str, Any] = {}
     module._save_to_state_dict(written, "", keep_vars=True)
     return written.get(_EXTRA)
 
 
 def take_seeds(state: dict[str, Any], prefix: str, model: nn.Module) -> torch.Tensor | None:
-    """Remove the place that `write_seeds` added to a state dict, and return it; None if there is none."""
+    """Remove the place that `write_seeds` added to a state dict, and return it, int64[2]; None if there is none."""
     key = prefix + _EXTRA
     extra = state.get(key)
     if isinstance(extra, dict) and extra.keys() == _BOTH:
@@ -65,10 +62,7 @@ def lay_out_state(
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether the model may draw random numbers for dropout.
-
-    It may if an attribute with a float above 0 has "drop" in its name, or in the name of its module's class.
-    """
+    """Whether a float above 0 has "drop" in its attribute's or its module class's name, so that the model may draw."""
     return any(
         "drop" in f"{type(module).__name__}.{name}".lower()
         for module in model.modules()

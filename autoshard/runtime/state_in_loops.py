@@ -1,7 +1,7 @@
-"""Shard the state of an optimizer that the user steps in a training loop of their own.
+"""Shard the state of an optimizer that the user steps in a training loop of their own, by a hook before each step.
 
-The state may be plain tensors while the parameters are DTensors. For example, Adagrad makes state when it is built,
-before `compile`, and a plain `load_state_dict` gives whole tensors. A hook shards the state before the next step.
+The state may be plain tensors while the parameters are DTensors: Adagrad makes state before `compile`, and a plain
+`load_state_dict` gives whole tensors.
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 class StateInLoops:
     """A hook that torch calls before each step of any optimizer. It shards the optimizer's state once.
 
-    Args:
-        known: from an optimizer to the state dict object (`optimizer.state`) that was sharded.
+    `known` maps an optimizer to the state dict object (`optimizer.state`) that was sharded.
     """
 
     known: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard the optimizer's state as its parameters are sharded, unless this state is known.
-
-        Raises:
-            NotAvailableError: the optimizer is a fused Adagrad over DTensors.
-        """
+        """Shard the optimizer's state, unless it is known; raise `NotAvailableError` for fused Adagrad on DTensors."""
         if self.known.get(optimizer) is optimizer.state:
             return
         _refuse_fused(optimizer)
@@ -57,7 +52,7 @@ def _hook() -> StateInLoops:
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `NotAvailableError` for Adagrad's fused kernel, which torch does not run on DTensors."""
+    """Raise `NotAvailableError` if an Adagrad has `fused=True`, a kernel that torch does not run on DTensors."""
     if isinstance(optimizer, torch.optim.Adagrad):
         for group in optimizer.param_groups:
             if group.get("fused") and any(isinstance(successor_of(item), DTensor) for item in group["params"]):
@@ -68,10 +63,7 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, equal on all ranks, sharded as the DTensor `like` is.
-
-    If only other ranks hold shards of `like`, return `value` itself.
-    """
+    """Shard a tensor that every rank has whole as the DTensor `like`, unless only other ranks hold shards."""
     assert isinstance(like, DTensor), "only state of DTensors is sharded"
     if is_elsewhere(like):
         return value

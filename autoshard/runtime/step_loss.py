@@ -19,7 +19,7 @@ _SCALES = frozenset(
 
 
 class StepLoss(torch.Tensor):
-    """The loss of a step that has run: a scalar; see the file's docstring."""
+    """The loss of a step, a scalar whose backward has run, so that `backward` raises an error."""
 
     @classmethod
     def of(cls, loss: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,6 @@ class StepsTaken:
 
     Counts that rise together become elements of one tensor, so that one addition counts a step. The counts are read
     once, which waits for an accelerator. From then on the host tracks the counts, until other code writes to them.
-
-    Args:
-        optimizer: a traced optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -30,7 +27,7 @@ class StepsTaken:
         self._more = 0.0
 
     def of(self, parameter: torch.Tensor) -> float:
-        """Return the number of steps that a parameter has taken."""
+        """Return the number of steps that a parameter has taken, from the optimizer's state; 0 before the first."""
         state = self._optimizer.state.get(parameter, {})
         if self._is_sgd:
             return float(state.get("momentum_buffer") is not None)
@@ -44,10 +41,7 @@ class StepsTaken:
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether exactly these parameters were counted last, and no other code changed their counts since.
-
-        Always true for SGD, which keeps no counts.
-        """
+        """Whether exactly these parameters were counted last, and no other code changed their counts; true for SGD."""
         if self._is_sgd:
             return True
         state = self._optimizer.state
@@ -69,10 +63,7 @@ class StepsTaken:
         self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
 
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
-        """Return the dtype and device of a parameter's count, as torch chooses them.
-
-        A new count is on the CPU, except for capturable and fused optimizers. `options` is the parameter's group.
-        """
+        """Choose a count's dtype and device as torch does: on the CPU, except for capturable and fused optimizers."""
         step = self._optimizer.state[parameter].get("step")
         if isinstance(step, torch.Tensor):
             return step.dtype, step.device
@@ -91,7 +82,7 @@ class StepsTaken:
         self._counts = {parameter: self._optimizer.state[parameter]["step"] for parameter in counted}
 
     def _put(self, members: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Replace the step counts of parameters by elements of one new tensor; return the tensor."""
+        """Replace the step counts of parameters by elements of one new tensor."""
         joined = torch.tensor([self._read[parameter] for parameter in members], dtype=dtype, device=device)
         for parameter, count in zip(members, joined.unbind(), strict=True):
             self._optimizer.state[parameter]["step"] = count

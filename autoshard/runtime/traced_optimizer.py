@@ -1,8 +1,7 @@
 """Optimizers whose update is traced: SGD, Adam and AdamW of torch.optim.
 
-This module describes their update as data (`autoshard.ir.update`), from which the update is traced. The optimizer
-object keeps its groups, options and state, so schedulers and state dicts work as in eager mode. Only the arithmetic
-runs in the program of the step.
+This module describes their update as data (`autoshard.ir.update`). The optimizer object keeps its groups, options and
+state, so schedulers and state dicts work. Only the arithmetic runs in the program of the step.
 """
 
 from __future__ import annotations
@@ -50,14 +49,7 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """Return the reason that a step must put gradients into `.grad`; None if it need not.
-
-    A traced step does not put gradients there.
-
-    Args:
-        optimizer: a traced optimizer.
-        named: the parameters, with their names.
-    """
+    """Return why a step must put gradients into `.grad`, for example for hooks that read them; else None."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{type(optimizer).__name__} has hooks on its step"
     named = list(named)
@@ -77,12 +69,11 @@ def describe_update(
     max_grad_norm: float | None,
     steps_taken: StepsTaken | None = None,
 ) -> Update:
-    """Describe an optimizer's update as data, from which the update is traced.
+    """Describe the update of a traced optimizer as data, from which the update is traced.
 
     Parameters of one group with unequal numbers of steps form separate groups.
 
     Args:
-        optimizer: a traced optimizer.
         names: the name of each parameter by `id`.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         steps_taken: the counts of steps; default: read them now.
@@ -124,10 +115,7 @@ def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Up
 class TracedState:
     """Passes the state and options of a traced optimizer to programs, and stores the results in the optimizer.
 
-    Args:
-        optimizer: a traced optimizer over parameters of the model.
-        engine: the engine that runs the programs.
-        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
+    Gradients are scaled down to the norm `max_grad_norm` over all parameters; None: no clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
@@ -167,11 +155,7 @@ class TracedState:
         """After a step, store its state tensors in the optimizer if they are new, and count the step.
 
         The optimizers of all ranks list the same state and count the same steps. A rank's optimizer has the values of
-        the stages that the rank runs.
-
-        Args:
-            executable: the program that ran.
-            tensors: the result of `hold`.
+        the stages that the rank runs. `tensors` is the result of `hold`.
         """
         held, parameters = self._present.inputs_of(executable), self._present.members.parameters
         if held is not None and held.are_counted_together:
@@ -190,7 +174,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """Return the slots of state of other ranks' stages that this optimizer does not list as held elsewhere yet."""
+        """Return slots of other ranks' stages whose state this optimizer does not list as held elsewhere yet."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -210,10 +194,7 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Find the tensors that `hold` returns, with placeholders for options.
-
-        Remember them for the next step if the optimizer and the model hold all of them.
-        """
+        """Find the update's tensors, with placeholders for options. Remember them if all are held already."""
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
         are_all_held = not self._missing_elsewhere(executable)
@@ -250,13 +231,12 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return the entry of `optimizer.param_groups` that contains `parameter`: its options, by name."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 
 
 def _updated_by(executable: Executable) -> list[str]:
-    """Return the sorted names of the parameters that the stages of a program update, on any rank."""
+    """Return the sorted names of parameters that a program updates, on the stages of all ranks."""
     kind = OutputKind.PARAMETER_UPDATE
     slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
     own = (program.updated_parameters for program in executable.stages.values())
@@ -270,9 +250,7 @@ _NO_OPTIONS = torch.empty(0)
 def update_of(
     optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
 ) -> Update | None:
-    """Describe an optimizer's update as data. Return None, with a warning in the log, if the update is not traced.
-
-    The optimizer then takes its own step. Without an optimizer, return None.
+    """Describe an optimizer's update as data. None if it is not traced (with a warning), or without an optimizer.
 
     Raises:
         NotAvailableError: with `strict`, if the update is not traced.

@@ -24,11 +24,9 @@ from autoshard.runtime.traced_optimizer import TracedState
 
 
 class TracedStep:
-    """Runs forward, backward and update of `sharded` by `optimizer` as one program, whole or in pipeline stages.
+    """Runs forward, backward and update of `sharded` by a traced `optimizer` as one program, in stages or whole.
 
     Args:
-        sharded: the model.
-        optimizer: a traced optimizer (see `traced_optimizer`) over the model's parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         order: the order of the tasks of a program without stages.
         executor: runs programs.
@@ -98,10 +96,7 @@ class TracedStep:
         return executable.by_stage(tensors)
 
     def _hand_out(self, program: Executable, results: Sequence[LocalValue], loss_name: str) -> torch.Tensor | None:
-        """Write updated buffers and attributes into the model; return the loss if it is among the results.
-
-        Other outputs are dropped.
-        """
+        """Write updated buffers and attributes into the model; return the loss if it is among the results."""
         loss, kept = None, program.phased.lowered.traced.kept
         paths = {f"output:{index}": path for index, path in kept.items()}
         for slot, value in zip(program.outputs, results, strict=True):
@@ -114,7 +109,7 @@ class TracedStep:
         return loss
 
     def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Run the updates of this process's stages on their gradients, summed over micro-batches."""
+        """Run the updates of this process's stages, on gradients summed over micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.gradient_sums or [] for number, stage in run.stages.items()}

@@ -126,7 +126,7 @@ class TrainStep(HasWeights):
 
     @property
     def micro_batches(self) -> int:
-        """The number of parts into which a batch is split."""
+        """The number of equal parts, along dim 0, into which the batch of a step is split."""
         return self.order.micro_batches
 
     def loss_weights(self, *args: Any, **kwargs: Any) -> LossWeights | None:
@@ -139,7 +139,7 @@ class TrainStep(HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that runs the step."""
+        """The mesh on which the step's program runs; see `ShardedModule.mesh`."""
         return self.sharded.mesh
 
     @property
@@ -185,11 +185,7 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Whether this step must put gradients into `.grad`; the first time, log the reason.
-
-        Raises:
-            NotAvailableError: the step must do so, but the mesh has pipeline stages.
-        """
+        """Log the reason once. Raise `NotAvailableError` if the step must do so, but the mesh has pipeline stages."""
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
             raise NotAvailableError(
@@ -252,11 +248,7 @@ class TrainStep(HasWeights):
 class _AutogradTasks:
     """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
-    Args:
-        sharded: the model.
-        parts: the arguments of each micro-batch.
-        weights: the weight of each micro-batch in the loss.
-        shares: the weighted loss of each micro-batch, by number.
+    `weights` has the weight of each micro-batch in the loss, and `shares` its weighted loss, by number.
     """
 
     sharded: ShardedModule
@@ -265,7 +257,6 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Return True: without stages, every task can run."""
         return True
 
     def run_task(self, task: StageTask) -> None:

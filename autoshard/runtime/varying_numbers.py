@@ -1,9 +1,8 @@
 """Avoid a new trace for each value of a number of the model that changes from call to call, such as `self.step`.
 
-A call that logs `self.step` reads it, so each new value is traced. When three values have given the same program, the
-call is traced with watched numbers in place of the attributes that changed (`ir/watched_numbers.py`). A watched number
-records the conditions that Python evaluates on it. The conditions then replace its value among the guards: for example,
-a program serves every step for which `step % 10 == 5` is false.
+When three values have given the same program, the call is traced with watched numbers in place of the attributes that
+changed (`ir/watched_numbers.py`). A watched number records the conditions that Python evaluates on it, which then
+replace its value among the guards. So a program serves every step for which `step % 10 == 5` is false.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ Trace = Callable[[], Program]
 
 @dataclass(slots=True)
 class VaryingNumbers:
-    """The changing numbers that calls of one program read.
-
-    The keys are the `id` of the object that has the number, and the attribute's name.
+    """The changing numbers that calls of one program read, by their object's `id` and the attribute's name.
 
     Args:
         watched: numbers that are guarded by conditions.
@@ -44,21 +41,14 @@ class VaryingNumbers:
     conditions: tuple[Condition, ...] = ()
 
     def guards(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Return the guards after a trace, with conditions in place of the values of watched numbers.
-
-        Args:
-            use: the Python values that the trace read.
-            registered: the parameters and buffers of the model.
-        """
+        """Return the guards after a trace that read `use`, with conditions on watched numbers in place of values."""
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:
         """Watch the numbers that differ between the remembered states of a program and now; yield notes to log.
 
-        Args:
-            states: the guards of traces that gave the same program, newest last. The present trace gave it too.
-            expected: the fingerprint of the program.
-            trace: traces the call with the present model.
+        `states` are the guards of traces that gave the same program, newest last, and the present trace gave it too.
+        `expected` is the program's fingerprint. `trace` traces the call with the present model.
         """
         new = {item.key: item for item in _changing(states, {*self.watched, *self.exact})}
         tried = {**self.watched, **new}
@@ -87,10 +77,7 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """Trace the call with watched numbers, and return the conditions on them.
-
-    Return None if the trace fails or gives another program, or if it needs the numbers' values.
-    """
+    """Return conditions on watched numbers, or None if the trace fails, needs values, or gives another program."""
     if not attributes:
         return ()
     try:
@@ -102,7 +89,7 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 
 
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
-    """Yield the attributes not in `known` that have at least three values, in the remembered states and now."""
+    """Yield attributes not in `known` that have at least three values, in the remembered states and now."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
     for guard in (item for state in states if not state.of_another for item in state.attribute_guards):
         now = vars(guard.holder)

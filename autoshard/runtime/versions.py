@@ -1,9 +1,7 @@
 """Raise an error if a tensor was changed in place between a call and its backward, as on one device.
 
-On one device, autograd saves the tensor itself, and raises if a backward reads it after an in-place change. A compiled
-program saves each rank's part of a value, often in new memory, where autograd does not see the change. So this module
-compares the versions (torch's counts of in-place changes) of the parameters, buffers and inputs from which gradients
-are computed.
+A compiled program saves each rank's part of a value, often in new memory, where autograd does not see the change. So
+this module compares the versions (torch's counts of in-place changes) of the program's parameters, buffers and inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Version = tuple[int, ...] | None
 
 
 def version_of(tensor: torch.Tensor) -> Version:
-    """Return the version of a tensor; for a DTensor, the versions of the DTensor and of its shard."""
+    """Return the version of a tensor; for a DTensor, of it and of its shard; None for an inference tensor."""
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
@@ -41,11 +39,7 @@ def check_versions(
 ) -> None:
     """Raise `ChangedInPlaceError` if an input has changed in place since it was read.
 
-    Args:
-        slots: the program's input slots.
-        tensors: the inputs, in the order of `slots`.
-        versions: the version of each input when it was read.
-        needed: the inputs to check; None: all.
+    `tensors` and their `versions` at reading are in the order of `slots`. `needed` are the inputs to check; None: all.
     """
     for slot, tensor, version in zip(slots, tensors, versions, strict=True):
         if (needed is None or (slot.kind, slot.name) in needed) and version_of(tensor) != version:
@@ -58,9 +52,7 @@ def check_versions(
 
 
 def inputs_behind_gradients(program: Program) -> dict[str, frozenset[Key]]:
-    """Return, for each gradient, the inputs whose values the backward reads for it.
-
-    The key is the name of the parameter or input to which the gradient belongs.
+    """Return the inputs whose values the backward reads for each gradient, by the name of its parameter or input.
 
     An operator of the backward reads an input's value if its operand is the input, or a view of it. A value computed
     from an input (a cast of a weight) has memory of its own, which no change of the input reaches.

@@ -23,8 +23,8 @@ class SourceWriter:
     """Collects the source of a drawn model: the lines of `__init__` and `forward`, and the inputs.
 
     Args:
-        batch, length, width: the present shape of `h`.
-        rows: the size of dim 0 of the inputs: `batch` times the number of micro-batches.
+        batch, length, width: the present shape of `h`, for one micro-batch.
+        rows: size of dim 0 of the inputs: `batch` times the number of micro-batches.
         embedding_width: width of `self.embed`, or None if there is no embedding.
     """
 
@@ -39,7 +39,7 @@ class SourceWriter:
     _count: int = 0
 
     def input(self, name: str, value: str) -> str:
-        """Add an argument of `forward`, with code for its example value; return its name."""
+        """Add an argument of `forward`, with code for its example value; return the argument's name."""
         self._inputs[name] = value
         return name
 
@@ -49,27 +49,27 @@ class SourceWriter:
         return f"self.{name}"
 
     def fresh(self, kind: str, value: str) -> str:
-        """Add an attribute with the unique name `kind_N`; return the expression that reads it."""
+        """Add an attribute with the unique name `kind_N`; return the code that reads the attribute."""
         self._count += 1
         return self.attribute(f"{kind}_{self._count}", value)
 
     def buffer(self, kind: str, value: str) -> str:
-        """Add a buffer with the unique name `kind_N`; return the expression that reads it."""
+        """Add a buffer with the unique name `kind_N`; return the code that reads the buffer."""
         self._count += 1
         self.statement(f"self.register_buffer('{kind}_{self._count}', {value})")
         return f"self.{kind}_{self._count}"
 
     def weight(self, *shape: int) -> str:
-        """Add a parameter of `shape`, scaled so that products keep the scale; return the expression that reads it."""
+        """Add a parameter, scaled so that products keep the scale; return the code that reads the parameter."""
         sizes = ", ".join(map(str, shape))
         return self.fresh("weight", f"nn.Parameter(torch.randn({sizes}) / {shape[0]} ** 0.5)")
 
     def statement(self, line: str) -> None:
-        """Add a line to `__init__`."""
+        """Add a line to the drawn model's `__init__`."""
         self._setup.append(line)
 
     def line(self, line: str) -> None:
-        """Add a line to `forward`."""
+        """Add a line to the drawn model's `forward`."""
         self._forward.append(line)
 
     def source(self, seed: int, trailer: Sequence[str] = ()) -> str:
@@ -358,4 +358,4 @@ BLOCKS: tuple[Callable[[Draw, SourceWriter], None], ...] = (
     tied,
     residual,
 )
-"""Every block that `programs()` may draw."""
+"""The blocks that `programs()` may draw for one micro-batch; with `draws=True`, also `random_numbers`."""

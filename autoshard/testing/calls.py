@@ -44,7 +44,6 @@ def check_calls(
 
     Args:
         model: makes calls of operators, and returns a tuple of tensors; it has no parameters.
-        mesh: the mesh to simulate.
         inputs: the model's arguments.
         given: the spec of each argument.
         calls: the specs of each call, in order.

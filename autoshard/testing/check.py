@@ -133,11 +133,7 @@ def _compile(
 
 
 def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name.
-
-    Raises:
-        NotAvailableError: one device cannot run the model in `dtype`.
-    """
+    """Train on one device in `dtype` (None: the model's own dtypes); return the results by name."""
     try:
         return train_precisely(model, dtype, training)
     except RuntimeError as error:
@@ -149,10 +145,7 @@ def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) ->
 
 
 def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training: Training) -> CheckReport:
-    """Run the plan's specs and one device in a wider dtype, and return the report with this comparison (`precisely`).
-
-    Return the report as it was if the plan does not fit the model in this dtype.
-    """
+    """Add a comparison in a wider dtype (`precisely`) to the report, if the plan fits the model in this dtype."""
     precise, training = in_type(model, dtype, training)
     try:
         plan = _plan_in_type(report.plan, precise, training)
@@ -165,7 +158,6 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
 
 
 def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
-    """Return a copy of `plan` for `model` and inputs whose dtypes differ from the planned dtypes."""
     program = trace_training(model, training.args, training.kwargs, training.whole_step)
     nodes = program.nodes_by_name()
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
@@ -173,12 +165,10 @@ def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
 
 
 def _draws(compiled: ShardedModule | TrainStep) -> bool:
-    """Whether the compiled program draws random numbers."""
     return bool(_compiled_program(compiled).phased.lowered.traced.inputs_of(InputKind.SEED))
 
 
 def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
-    """Return the program that ran in the compiled model or step."""
     program = (compiled.sharded if isinstance(compiled, TrainStep) else compiled).program
     if program is None:
         raise AssertionError("a model that differs has been compiled")
@@ -186,10 +176,7 @@ def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
 
 
 def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: Training) -> str:
-    """Return a short script that fails as the compiled program does, or "" if none was found.
-
-    With micro-batches, the script uses the values of the first micro-batch.
-    """
+    """Return a short script that fails as the compiled program does, or "". It runs the first micro-batch."""
     program = _compiled_program(compiled)
     if program.plan is None:
         raise AssertionError("a model that differs was compiled by a plan")

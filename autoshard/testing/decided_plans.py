@@ -33,7 +33,7 @@ from passes.strategies.price import Prices
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
-    """Return a legal plan that takes, at each site, the strategy of highest `score` that earlier decisions allow."""
+    """Return a legal plan: each site takes the strategy of highest `score` that earlier decisions allow."""
     planning = unfolded_problem(program, mesh, laptop(mesh))
 
     def pick(variable: int, options: np.ndarray) -> int:
@@ -44,7 +44,7 @@ def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], 
 
 
 def laptop(mesh: Mesh) -> Cluster:
-    """Return the cluster for which plans are drawn: a laptop with a host link, so that plans can offload."""
+    """Return the cluster for which plans are drawn: laptop devices with a host link, so that plans can offload."""
     node = node_type("cpu_laptop")
     linked = dataclasses.replace(node.device, host_link=HostLink(1e10, 1e10))
     return Cluster(node.with_device(linked), nodes=1, devices_per_node=mesh.size)
@@ -59,19 +59,14 @@ def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Planning
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions to make for a plan.
-
-    Args:
-        options: the activation policies (save, recompute, offload) among which each variable may choose.
-        problem: the planning problem with these policies.
-    """
+    """The decisions to make for a plan: those of `problem`, with the activation policies of `options`."""
 
     options: RecomputeOptions
     problem: RecomputeProblem
 
 
 def decisions_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Decisions:
-    """Return the decisions of a problem; with `recompute`, values may be recomputed or offloaded."""
+    """Return the decisions of a problem: specs, and with `recompute` also which values are recomputed or offloaded."""
     has_host = cluster.device.host_link is not None
     every = find_options(planning, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, policies={})
@@ -117,10 +112,6 @@ def plan_of_decisions(
 
 
 def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
-    """Return a boolean for each option of `variable`: whether its cost, given the decisions in `choice`, is finite.
-
-    `choice` maps each decided variable to the index of its option.
-    """
     cost = assignment.costs[variable]
     for edge in assignment.edges:
         if edge.head == variable and edge.tail in choice:

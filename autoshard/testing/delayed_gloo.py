@@ -1,8 +1,7 @@
 """A mesh of Gloo processes whose collectives and messages take as long as on a given network.
 
-Only a network slower than one machine's loopback shows whether a program hides its communication. `delayed_mesh` makes
-process groups that send through Gloo. A call of `wait` returns no sooner than a link of the given latency and
-bandwidth would allow. The mesh needs no privileges, and works for any number of ranks.
+Only a network slower than one machine's loopback shows whether a program hides its communication. A call of `wait`
+returns no sooner than a link of the given latency and bandwidth would allow.
 
 The model of time is that of Hockney 1994: a message of b bytes takes latency + b / bandwidth. Each rank has one link
 for each axis. A collective begins when it is issued, or when the link of its axis is free. It occupies the link for
@@ -69,8 +68,6 @@ class Clock(Protocol):
 
 
 class _MachineClock:
-    """The clock of the machine."""
-
     def now_s(self) -> float:
         return time.perf_counter()
 
@@ -120,22 +117,15 @@ class _Links:
         return end_s
 
     def occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
-        """Return the seconds to send `sent_bytes` over idle links of `axes`."""
         return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
 
     def latency_s(self, axes: Sequence[str]) -> float:
-        """Return the seconds from the end of sending to the end of receiving over the links of `axes`."""
+        """Return the seconds from the end of sending to the end of receiving."""
         return max((self._links[axis].latency_s for axis in axes), default=0.0)
 
 
 class _DelayedWork(dist.Work):
-    """A handle of torch that completes when Gloo has finished and the links would have finished.
-
-    Args:
-        works: Gloo's handles.
-        links: this rank's links.
-        transfer: returns the transfer, with the time when the links finish it. It is called after Gloo has finished.
-    """
+    """A handle of torch that completes when Gloo has finished and the links would have finished."""
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
@@ -145,7 +135,6 @@ class _DelayedWork(dist.Work):
         self._has_waited = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return when Gloo and the links have finished."""
         clock = self._links.clock
         start_s = clock.now_s()
         for work in self._works:
@@ -161,7 +150,6 @@ class _DelayedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
         has_come = all(work.is_completed() for work in self._works)
         return has_come and self._links.clock.now_s() >= self._transfer().done_s
 
@@ -182,20 +170,20 @@ class DelayedGloo(dist.ProcessGroup):
         self.links = links
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-reduce, delayed."""
+        """All-reduce; a rank sends twice the shares of the other ranks."""
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), self._gloo.allreduce(tensors, *options))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-reduce several tensors, delayed."""
+        """All-reduce several tensors as one transfer."""
         work = self._gloo.allreduce_coalesced(tensors, *options)
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), work)
 
     def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Broadcast, delayed."""
+        """Broadcast; each rank counts the bytes of the whole tensor as sent."""
         return self._delayed("broadcast", _bytes_of(tensors), self._gloo.broadcast(tensors, *options))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """All-gather, delayed."""
+        """All-gather into lists of tensors; a rank sends its input to each other rank."""
         sent = (self.size() - 1) * _bytes_of(inputs)
         return self._delayed("allgather", sent, self._gloo.allgather(outputs, inputs, *options))
 
@@ -207,7 +195,7 @@ class DelayedGloo(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """All-gather several tensors, delayed."""
+        """All-gather several tensors, each into one tensor, as one transfer."""
         works = [
             self._gloo._allgather_base(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)
         ]
@@ -216,7 +204,7 @@ class DelayedGloo(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], *options: Any) -> dist.Work:
-        """Reduce-scatter, delayed."""
+        """Reduce-scatter from lists of tensors; a rank sends all of its input but its own share."""
         sent = sum(self._others(_bytes_of(tensors)) for tensors in inputs)
         return self._delayed("reduce_scatter", sent, self._gloo.reduce_scatter(outputs, inputs, *options))
 
@@ -228,7 +216,7 @@ class DelayedGloo(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """Reduce-scatter several tensors, delayed."""
+        """Reduce-scatter several tensors, each from one tensor, as one transfer."""
         works = [
             self._gloo._reduce_scatter_base(output, tensor, *options)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -240,7 +228,7 @@ class DelayedGloo(dist.ProcessGroup):
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], *options: Any
     ) -> dist.Work:
-        """Exchange rows by an all-to-all, delayed."""
+        """Exchange rows of one tensor; a rank sends the rows for other ranks. Empty sizes mean an even split."""
         work = self._gloo.alltoall_base(output, tensor, output_sizes, input_sizes, *options)
         sent = self._others(_bytes_of([tensor]))
         if input_sizes and sum(input_sizes):
@@ -250,19 +238,19 @@ class DelayedGloo(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Exchange tensors by an all-to-all, delayed."""
+        """Exchange one tensor with each rank; a rank sends the tensors for other ranks."""
         sent = _bytes_of(inputs) - _bytes_of([inputs[self.rank()]])
         return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
-        """Send, delayed; a second message carries the times of issue and arrival."""
+        """Send to one rank; a second message carries the times of issue and arrival."""
         sent, latency_s = self._issued("send", _bytes_of(tensors)), self.links.latency_s(self._axes)
         times = torch.tensor([sent.issued_s, sent.done_s + latency_s], dtype=torch.float64)
         works = [self._gloo.send(tensors, to, tag), self._gloo.send([times], to, tag | _TIMES_TAG)]
         return _DelayedWork(works, self.links, lambda: sent)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Receive, delayed by the sender's times."""
+        """Receive from one rank, and complete at the arrival time in the sender's second message."""
         times, size_bytes = torch.empty(2, dtype=torch.float64), _bytes_of(tensors)
         works = [self._gloo.recv(tensors, source, tag), self._gloo.recv([times], source, tag | _TIMES_TAG)]
         duration_s = self.links.occupied_s(self._axes, size_bytes) + self.links.latency_s(self._axes)
@@ -388,7 +376,6 @@ _TIMES_TAG = 2**30
 
 
 def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the axes of `mesh` along which the coordinates of `ranks` differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
     return tuple(axis for axis in mesh.axis_names if len({place[axis] for place in places}) > 1)
 

@@ -14,7 +14,7 @@ STRIDE_FREE: Mapping[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
-"""From an operator that needs suitable strides to the operator that runs in its place, with any strides."""
+"""Operator that needs suitable strides → the operator that runs in its place, with any strides."""
 
 
 class OneDevice(fx.Interpreter):

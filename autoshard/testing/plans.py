@@ -83,10 +83,7 @@ def _draw_plan(
 
 
 def _read_by_update(planning: PlanningProblem) -> Collection[str]:
-    """Return the names of the nodes outside the update whose results the update reads.
-
-    These results are gradients, which are summed over micro-batches.
-    """
+    """Return the nodes whose results the update reads: gradients, which are summed over micro-batches."""
     sites, links = planning.space.sites, planning.space.links
     return {link.tail for link in links if sites[link.head].phase == UPDATE and sites[link.tail].phase != UPDATE}
 

@@ -1,9 +1,8 @@
 """Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
 
-A drawn program is text that defines `model` and `inputs`, and `whole_step` for a whole training step. The text is run
-to get them. So a failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn
-model has one hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that
-map `h` to a new `h`. All values are float32 (tokens: int64) and of order one.
+A failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn model has one
+hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that map `h` to a
+new `h`. All values are float32 (tokens: int64) and of order one.
 """
 
 from __future__ import annotations
@@ -98,10 +97,7 @@ def _draw_program(
 
 
 def _blocks(parts: int, *, draws: bool) -> Sequence[_Step]:
-    """Return the blocks that may be drawn for `parts` micro-batches; `draws`: also blocks that draw random numbers.
-
-    With several micro-batches, the blocks treat each sample separately.
-    """
+    """Return the blocks that may be drawn; with several micro-batches, those that treat each sample separately."""
     if parts > 1:
         return [block for block in BLOCKS if block not in (batch_norm, reduction, running_mean)]
     return (*BLOCKS, random_numbers) if draws else BLOCKS
@@ -121,7 +117,6 @@ Adam's epsilon is large. With a small epsilon, Adam divides noise by its own siz
 
 
 def _draw_step(draw: Draw, parts: int) -> list[str]:
-    """Draw an optimizer and clipping; return the lines of code that define `whole_step` with `parts` micro-batches."""
     optimizer, limit = draw(st.sampled_from(_OPTIMIZERS)), draw(st.sampled_from((None, 0.5)))
     return [
         "",
@@ -142,13 +137,11 @@ def _start(draw: Draw, uneven: bool | None, parts: int) -> SourceWriter:
 
 
 def _enter_features(draw: Draw, writer: SourceWriter) -> None:
-    """Begin the model with an input `x` of floats, which is `h` itself."""
     h = writer.input("x", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"h = {h}")
 
 
 def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
-    """Begin the model with token ids and their embedding, and perhaps an embedding of positions."""
     tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("embed", f"nn.Embedding({_VOCABULARY}, {writer.width})")
     writer.embedding_width = writer.width
@@ -159,21 +152,16 @@ def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_mean(draw: Draw, writer: SourceWriter) -> None:
-    """End the model with a scalar loss: a mean of `h`, a mean of its squares, or a scaled sum."""
     writer.line(draw(st.sampled_from(("return h.mean()", "return (h * h).mean()", "return h.sum() * 0.1"))))
 
 
 def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
-    """End the model with the mean squared error of `h` to a target."""
     target = writer.input("target", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"return F.mse_loss(h, {target})")
 
 
 def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
-    """End the model with a head and the cross-entropy over a vocabulary.
-
-    The head's weight may be tied to the embedding if their widths are equal.
-    """
+    """End with the cross-entropy over a vocabulary, whose head may be tied to an embedding of equal width."""
     target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
     if writer.embedding_width == writer.width and draw(st.booleans()):
@@ -187,7 +175,6 @@ def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_hidden(draw: Draw, writer: SourceWriter) -> None:
-    """End the model by returning `h`, without a loss."""
     writer.line("return h")
 
 

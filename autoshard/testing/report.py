@@ -47,19 +47,11 @@ class Comparison:
     rounding: float = 0.0
 
     def is_close(self, tolerance: float) -> bool:
-        """Whether the difference counts as rounding.
-
-        It does if it is at most `tolerance` times the scale, `ABSOLUTE_FLOOR`, or `ROUNDING_FACTOR` times `rounding`.
-        """
+        """Whether the difference is at most `tolerance * scale`, `ABSOLUTE_FLOOR` or `ROUNDING_FACTOR * rounding`."""
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
-        """Return the comparison with one more sample of the rounding error.
-
-        Args:
-            nearby: one device's values for nearly equal parameters and inputs, by name.
-            exact: the values of a more precise run, by name.
-        """
+        """Return the comparison with one more sample of rounding errors: `nearby` values beside `exact` values."""
         if self.name not in nearby or self.name not in exact:
             return self
         return replace(self, rounding=max(self.rounding, _distance(nearby[self.name], exact[self.name])))
@@ -70,8 +62,6 @@ class CheckReport:
     """The compared values, and the plan that ran.
 
     Args:
-        plan: the plan.
-        comparisons: each value beside that of one device.
         tolerance: see `Comparison.is_close`.
         small_failure: code of the shortest part of the program that was found to differ; "" if no value differs, or no
             part was found.
@@ -94,7 +84,7 @@ class CheckReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the mesh computed the same values as one device."""
+        """Whether all compared values of the mesh and of one device are equal up to rounding."""
         return not self.differing
 
     def sampled(
@@ -132,10 +122,7 @@ class CheckReport:
 def compare_all(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor] = {}
 ) -> tuple[Comparison, ...]:
-    """Return a comparison for each name among the values of the mesh (`actual`) and of one device (`expected`).
-
-    `exact` has the values of a more precise run, by name.
-    """
+    """Return a comparison (`compare`) for each name of a value on the mesh or on one device."""
     names = dict.fromkeys((*expected, *actual))
     return tuple(compare(name, actual.get(name), expected.get(name), exact.get(name)) for name in names)
 

@@ -11,10 +11,8 @@ from torch.utils import _pytree as pytree
 def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
     """Return a tree of values whose floating tensors have each element moved by one rounding, up or down.
 
-    Args:
-        values: a tree of tensors and other values.
-        number: the seed of the directions.
-        eps: the machine epsilon of the compute dtype, if it is larger than that of the tensors' own dtypes.
+    `number` is the seed of the directions. `eps` is the machine epsilon of a compute dtype that is narrower than the
+    tensors' own.
     """
     generator = torch.Generator().manual_seed(number)
 

@@ -42,10 +42,7 @@ Given = Mapping[tuple[str, str], Tensor]
 def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
     """Return a short script that fails as `plan` does, or "" if no part of the program differs by itself.
 
-    Args:
-        program: the traced program as it was lowered, with the plan's recomputed values.
-        plan: the plan of this program.
-        given: values of its inputs.
+    `program` is the traced program as it was lowered, with the plan's recomputed values, and `given` has its inputs.
     """
     values = _record(program, given)
     calls = [node for node in program.graph.nodes if _is_call(node)]
@@ -60,7 +57,6 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
-    """Run the program on one device, and return the value of each node."""
     drawing = torch.Generator().manual_seed(0)
     values = [
         given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
@@ -73,11 +69,7 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 
 
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
-    """Draw a value for an input that is not given.
-
-    Gradients of outputs (tangents) are normal. Other floats, such as optimizer state, lie between 0 and 1. Integers
-    are 1.
-    """
+    """Draw an input that is not given: normal tangents, other floats between 0 and 1, integers of 1."""
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
     draw = torch.randn if kind is InputKind.TANGENT else torch.rand
@@ -91,7 +83,6 @@ class _Shrinking:
     known: dict[str, bool] = field(default_factory=dict)
 
     def smallest(self, calls: Sequence[fx.Node]) -> Sequence[fx.Node]:
-        """Return a small part of the differing `calls` that differs too, when it runs by itself."""
         end = _first(len(calls), lambda count: self.differs(calls[: count + 1])) + 1
         start = _first(end, lambda count: self.differs(calls[end - count - 1 : end])) + 1
         found = list(calls[end - start : end])
@@ -109,10 +100,7 @@ class _Shrinking:
         return self.known[source]
 
     def source(self, calls: Sequence[fx.Node]) -> str:
-        """Return a script that makes `calls` and checks them under the plan's specs.
-
-        The inputs are like the recorded values; `_value_text` writes them.
-        """
+        """Return a script that checks `calls` under the plan's specs, on inputs like the recorded values."""
         part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
         lines = [
@@ -146,7 +134,6 @@ class _Shrinking:
         return "\n".join(lines)
 
     def _spec(self, node: fx.Node) -> PartitionSpec:
-        """Return the spec with which the plan computes the value of `node`."""
         source, result = resolve(node)
         return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
 
@@ -155,10 +142,7 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _imports(calls: Sequence[fx.Node]) -> list[str]:
-    """Return the import lines for the users' operators among `calls` and for their rules.
-
-    An operator without a known module gets a comment in place of an import.
-    """
+    """Return import lines for users' operators and rules; a comment for an operator without a known module."""
     found: dict[str, None] = {}
     for target in dict.fromkeys(call.target for call in calls):
         if not isinstance(target, OpOverload) or target.namespace in _OWN_NAMESPACES:
@@ -180,10 +164,7 @@ def _may_be_imported(name: str) -> bool:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number below `count` for which `holds` is true, by bisection.
-
-    From that number on, `holds` is true for all numbers. It is not called for the last number.
-    """
+    """Return by bisection the first number from which on `holds` is true. It is assumed for the last number."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -195,7 +176,6 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _fails(source: str) -> bool:
-    """Whether a script of `_Shrinking.source` runs and finds a difference."""
     try:
         part = run_code(source)
         return not check_calls(*(part[name] for name in ("model", "mesh", "inputs", "given", "calls"))).is_equal
@@ -205,14 +185,7 @@ def _fails(source: str) -> bool:
 
 @dataclass(slots=True)
 class _Statements:
-    """Some calls of a program as Python statements.
-
-    Args:
-        calls: the calls, in program order.
-        inputs: the values that the calls read and do not compute.
-        lines: the statements.
-        results: the computed values that no call among `calls` reads.
-    """
+    """Calls as Python statements, with the values that they read and the results that no call reads."""
 
     calls: Sequence[fx.Node]
     inputs: list[fx.Node] = field(default_factory=list)

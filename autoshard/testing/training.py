@@ -32,7 +32,6 @@ class Training:
 
     Args:
         args, kwargs: the inputs of every step.
-        steps: the number of optimizer steps.
         make_optimizer: maps parameters to an optimizer, which runs outside the program.
         whole_step: the step with its update inside the program; None: use `make_optimizer`.
         draws: whether the model draws random numbers.
@@ -47,7 +46,7 @@ class Training:
 
 
 def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the default optimizer: SGD with learning rate 0.01."""
+    """Return the default optimizer of `check_plan`: SGD with learning rate 0.01."""
     return torch.optim.SGD(parameters, lr=0.01)
 
 
@@ -63,10 +62,7 @@ def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
 def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
     """Train a network, and return the results that a user can see, by name.
 
-    Args:
-        network: holds the parameters and buffers.
-        call: takes the inputs of a step, runs the network, and returns its outputs.
-        training: the inputs, steps and optimizer.
+    `call` takes the inputs of a step, runs the network, which holds the parameters, and returns its outputs.
     """
     if training.whole_step is not None:
         return _train_whole(network, call, training, training.whole_step)
@@ -87,7 +83,7 @@ def train(network: nn.Module, call: Callable[..., Any], training: Training) -> d
 def _train_whole(
     network: nn.Module, call: Callable[..., Any], training: Training, whole_step: WholeStep
 ) -> dict[str, torch.Tensor]:
-    """Train on one device by whole steps: the loss of the whole batch, clipping, the update. Return the results."""
+    """Train on one device by whole steps: the loss of the whole batch, clipping, the update."""
     optimizer = whole_step.make_optimizer(network.parameters())
     seen: dict[str, torch.Tensor] = {}
     for _ in range(training.steps):
@@ -160,10 +156,7 @@ def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
 
 
 def train_nearby(model: nn.Module, precision: str | None, training: Training, number: int) -> dict[str, torch.Tensor]:
-    """Run `train_alone` on a copy of the model, with parameters and inputs that are each moved by one rounding.
-
-    `number` seeds the directions.
-    """
+    """Run `train_alone` on a copy, with parameters and inputs moved by one rounding; `number` seeds the directions."""
     eps = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
     moved = copy.deepcopy(model)
     with torch.no_grad():
@@ -175,7 +168,7 @@ def train_nearby(model: nn.Module, precision: str | None, training: Training, nu
 
 
 def train_precisely(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train a copy of the model on one device in the floating dtype `dtype` (None: its own); return the results."""
+    """Train a copy of the model on one device in dtype `dtype` (None: its own); return the results by name."""
     precise, training = in_type(model, dtype, training)
     return train_as_is(precise, precise, training)
 

@@ -32,7 +32,7 @@ class WholeStep:
     micro_batches: int = 1
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the positional and keyword arguments of each micro-batch."""
+        """Return the (positional, keyword) arguments of each micro-batch; tensors are split along dim 0."""
 
         def part(item: Any, index: int) -> Any:
             is_cut = isinstance(item, torch.Tensor) and item.dim() > 0

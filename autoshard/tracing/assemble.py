@@ -70,10 +70,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """Return a dict from the name of each tangent to names of inputs.
-
-    Autograd surely reaches these inputs from the tangent's output.
-    """
+    """Return for each tangent the names of inputs that autograd surely reaches from the tangent's output."""
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
@@ -131,7 +128,7 @@ def _read_inputs(
 
 
 def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from the first name of each tensor to its other names. Only tied tensors have other names."""
+    """Return for the first name of each tensor its other names. Only tied tensors have other names."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -227,7 +224,6 @@ def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], re
 
 
 def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the roots and all nodes that they depend on."""
     live: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -254,10 +250,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return the program that computes the guarded values, `roots`. Its placeholders keep their names.
-
-    Views become reshapes, because kernels may choose other strides than the trace has.
-    """
+    """Return the program that computes the guarded values. Views become reshapes, for kernels with other strides."""
     live = _live_nodes(roots)
     graph, copies = fx.Graph(), {}
     for node in copier.graph.nodes:

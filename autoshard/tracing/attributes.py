@@ -1,8 +1,7 @@
 """Restores attributes of modules after a trace, so that no traced tensor stays in the model.
 
 Models store tensors between calls in plain attributes: a table of biases, the last mask. A traced call computes on fake
-tensors, and runs more than once. The tensors of a run must reach neither the next run nor the user's model. Parameters,
-buffers, submodules and hooks are left alone, as are attributes without tensors: flags, counters, patched methods.
+tensors, which must reach neither the trace's next run nor the user's model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
-"""Attributes in which a call left tensors: (module's name, module, attribute's name) to the value."""
+"""Attributes in which a call left tensors: (module's name, module, attribute's name) → the value."""
 
 
 @contextlib.contextmanager

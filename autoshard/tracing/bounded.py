@@ -92,15 +92,11 @@ _BY_NUMBER: Mapping[Any, Any] = {
 """Operators with a number argument, and their variants with a tensor in the number's place."""
 
 Padded = dict[int, Any]
-"""For one tensor, a dict from each padded dim to the symbol of the dim's true size."""
+"""The padded dims of one tensor: dim → the symbol of its true size."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph module with bounds in place of symbolic sizes. It is a copy if there are symbolic sizes.
-
-    Raises:
-        UnboundedSizeError: the bounded program may be wrong.
-    """
+    """Return the graph module with bounds in place of symbolic sizes; `UnboundedSizeError` if that may be wrong."""
     if not any(map(_symbolic_sizes, graph_module.graph.nodes)):
         return graph_module
     return _Bounding(graph_module).run()
@@ -173,7 +169,6 @@ class _Bounding:
         return copy
 
     def _result(self, node: Any) -> fx.Node:
-        """Copy a node that selects one of several results of a call."""
         call, index = self.copies[node.args[0]], node.args[1]
         copy, padded = self._call(operator.getitem, (call, index)), self.padded.get(call)
         self.padded[copy] = ({},) if padded is None else (padded[index],)
@@ -256,7 +251,6 @@ class _Bounding:
         return self._checked_call(node, target, args, kwargs)
 
     def _arguments(self, node: Any) -> Any:
-        """Return the copied arguments of a call, with bounds for sizes."""
         arguments = fx.map_arg((node.args, node.kwargs), lambda operand: self._argument(node, operand))
         return pytree.tree_map_only(SymInt, lambda size: self._bounded(_expression(size)), arguments)
 
@@ -269,7 +263,7 @@ class _Bounding:
         return self._bounded(expression)
 
     def _check_squeezed(self, node: Any) -> None:
-        """Refuse to squeeze a padded dim, because a true size of one would remove it."""
+        """Raise `UnboundedSizeError` if a call squeezes a padded dim: a true size of one would remove the dim."""
         padded, rank = self._of(self.copies[node.args[0]]), node.args[0].meta["val"].dim()
         dims = node.args[1] if len(node.args) > 1 else list(range(rank))
         if any(dim % rank in padded for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
@@ -315,7 +309,6 @@ class _Bounding:
         return self._call(aten.where.self, (spread, written, x))
 
     def _mean(self, node: Any) -> fx.Node:
-        """Copy a mean as a sum of rows that is divided by the true number of rows."""
         x = self.copies[node.args[0]]
         of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
         dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
@@ -359,7 +352,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """Return one dict for each operand: from each dim whose padding is filled, to the fill value."""
+        """Return for each operand the dims whose padding is filled, with the fill value."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)
@@ -392,7 +385,6 @@ class _Bounding:
         return fx.map_arg(arguments, fill)
 
     def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
-        """Return the operand after `value` is written into the padding of the one dim in `dims`."""
         key = (operand, value, tuple(dims))
         if key not in self.filled:
             ((dim, symbol),) = dims.items()
@@ -419,8 +411,7 @@ class _Bounding:
 def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
     """Return the factors of the rule that stand for padded dims.
 
-    Raises:
-        UnboundedSizeError: such a factor stands for several symbols, for another dim too, or may not be padded.
+    Raise `UnboundedSizeError` if a factor stands for several symbols or for another dim too, or must not be padded.
     """
     sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
     found: dict[str, Any] = {}
@@ -451,10 +442,7 @@ def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
 
 
 def _indexed_dims(target: Any, args: Sequence[Any]) -> frozenset[int]:
-    """Return the dims of the first operand that indices point into.
-
-    No index points to padding, so the padding of these dims is not read.
-    """
+    """Return the dims of the first operand that indices point into. No index points to their padding."""
     if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
         return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
     return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()
@@ -489,7 +477,6 @@ def _symbolic_sizes(node: Any) -> list[Any]:
 
 
 def _expression(size: Any) -> Any:
-    """Return a size of the trace as a sympy expression in symbols."""
     if isinstance(size, int):
         return sympy.Integer(size)
     if not isinstance(size, SymInt):

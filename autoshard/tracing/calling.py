@@ -1,8 +1,7 @@
 """Flattens the inputs and outputs of a model's call into tuples of leaves, and puts them together again.
 
-A model's `(args, kwargs)` and its result are nested with torch's pytrees (lists, tuples, dicts, named tuples,
-dataclasses, transformers' outputs). Tensor leaves become inputs and outputs of the program; all other leaves are its
-constants, by leaf index. `FlatModule` is the traced module: it takes and returns flat tensors.
+Leaves are those of torch's pytrees. Tensor leaves become inputs and outputs of the program; all other leaves are its
+constants, by leaf index.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class TracedCall:
     """The flattened arguments of a model's call.
 
     Args:
-        tensors: from the index of a leaf to the leaf, for leaves that are tensors.
-        constants: from the index of a leaf to the leaf, for all other leaves.
+        tensors, constants: the leaves that are tensors, and all other leaves, by leaf index.
         tree: pytree structure that nests the leaves into `(args, kwargs)`.
         paths: a readable path of each leaf: "args[0]['mask']".
     """
@@ -70,11 +68,10 @@ class Result:
     Args:
         tree: pytree structure of the model's result.
         indices: leaf index of each tensor in the result, then the leaf indices in `kept`.
-        constants: from the index of a leaf to the leaf, for leaves that are no tensors. Objects that a program cannot
-            return become None.
+        constants: the leaves that are no tensors, by leaf index. Objects that a program cannot return become None.
         dropped: types of the objects that become None.
-        kept: from a leaf index to the path of the module attribute in which the call left a tensor. These indices
-            follow the leaves of the model's own result.
+        kept: leaf index → path of the module attribute in which the call left a tensor. These indices follow the leaves
+            of the model's own result.
         lost: attributes in which the call left tensors, and which a program does not set.
         detached: leaf indices of tensors that do not require grad.
         reached: for each tensor, the indices of the flat inputs that autograd surely reaches (`reach.reached_inputs`).
@@ -93,11 +90,7 @@ class Result:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
-    """Return the flattened arguments of a call.
-
-    Raises:
-        TraceError: a leaf is an object whose tensors the trace would not see.
-    """
+    """Return a call's flattened arguments; `TraceError` for a leaf that may hold tensors that a trace would not see."""
     register_dataclasses((args, kwargs))
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
     tensors: dict[int, Tensor] = {}
@@ -117,7 +110,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the types of the dataclasses in `value` as pytree nodes."""
+    """Register the types of all dataclasses nested in `value` as pytree nodes, so that their fields become leaves."""
     for leaf in pytree.tree_leaves(value):
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             continue
@@ -191,10 +184,7 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
 
 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise `TraceError` for a call that a model's `forward` does not accept.
-
-    The last `targets` positional arguments are for the loss function.
-    """
+    """Raise `TraceError` if `forward` does not accept the call without its last `targets` positional arguments."""
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
         return  # `forward` may get another call
     try:
@@ -212,7 +202,7 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_layouts(model: nn.Module) -> None:
-    """Raise `TraceError` for a model with a parameter or buffer that is not dense."""
+    """Raise `TraceError` for a model with a sparse or nested parameter or buffer."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and not tensor.is_nested:
             continue
@@ -229,9 +219,7 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A function that calls a model, and then the loss function if there is one.
-
-    It returns the result of `loss_fn`, or else the model's outputs.
+    """A call of a model, and of a loss function if there is one; returns the loss function's result or the outputs.
 
     Args:
         loss_fn: applied to the model's outputs and the targets; None: no loss function.

@@ -1,11 +1,9 @@
 """The second way of tracing, for models that branch on the values of tensors.
 
 `if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` gives a traced tensor a real tensor
-beside it, its twin, if all operands of its operator have twins. Every operator on such tensors also runs on the twins.
-When Python reads a value, the twin answers. The read tensor becomes a further, guarded output of the trace, so that a
-later call with another value is noticed. If a result's shape depends on values, its size counts as such a value
-(`counted`). Twins of parameters would mean running the whole model. They are made only if a read depends on a
-parameter.
+beside it, its twin, if all operands of its operator have twins. When Python reads a value, the twin answers, and the
+read tensor becomes a guarded output of the trace. So a later call with another value is noticed. Twins of parameters
+would mean running the whole model, and are made only if a read depends on a parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class ConcreteReads:
     tensors: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, value: Value) -> Value:
-        """Record a read of `tensor` that gave `value`, and return the value."""
+        """Record that Python read `value` from `tensor`, and return the value."""
         self.tensors.append(tensor)
         self.values.append(value)
         return value
@@ -177,7 +175,6 @@ def _to_list(self: Tensor) -> Any:
 
 
 def _format(self: Tensor, format_spec: str) -> str:
-    """Format like a plain tensor: a scalar is formatted as its value."""
     return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
 

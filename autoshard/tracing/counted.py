@@ -1,9 +1,8 @@
 """Operators with one result row for each nonzero element, traced with the example's number of rows.
 
-The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. If
-the number of rows cannot be bounded (`bounded`) but values are known during the trace, so is the number. The program
-then makes a tensor of that size (`aten.nonzero_static`) and guards the number like any read value. A call with another
-number is traced anew.
+The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. The
+program makes a tensor of the example's size, and guards the number like any read value. This way of tracing is for
+numbers of rows that cannot be bounded (`bounded`).
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ def _repeat_interleave(count: Count, repeats: Tensor, *, output_size: int | None
 
 
 def _sorted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort all elements of a tensor.
-
-    Returns:
-        The sorted elements, the index of each in the flat `x`, and a mask of elements that differ from their
-        predecessor.
-    """
+    """Return sorted elements, the index of each in the flat `x`, and a mask of each value's first element."""
     values, order = x.reshape(-1).sort(stable=True)
     is_first = torch.cat([values.new_ones(min(len(values), 1), dtype=torch.bool), values[1:] != values[:-1]])
     return values, order, is_first
@@ -80,17 +74,10 @@ def _starts(rows: Tensor) -> Tensor:
 
 
 def _runs(count: Count, rows: Tensor, of: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the runs of equal consecutive rows.
+    """Find the runs of equal consecutive rows [N, ...], which `of(x)` returns.
 
-    Args:
-        count: returns the number of runs in the example.
-        rows: rows [N, ...] that `of(x)` returns.
-        of: the function that makes the rows.
-        x: the operand. `count` takes `x` because the example's values of `rows` are not known.
-
-    Returns:
-        The first row of each run itself, [runs, ...]. For each row, the index of its run, [N]. For each run, the number
-        of its rows, [runs].
+    `count` takes `x` because the example's values of `rows` are not known. Results: the first row of each run [runs,
+    ...], each row's run [N], and each run's number of rows [runs].
     """
     starts = _starts(rows)
     size = count(lambda tensor: _starts(of(tensor)).sum(), x)
@@ -158,11 +145,11 @@ COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
 }
-"""From an operator to a function `f(count, *args)` that performs a call of the operator with `count`."""
+"""Operator → function `f(count, *args)` that performs its call with the number of rows from `count`."""
 
 
 def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the shape of a call's result depends on values."""
+    """Whether the shape of a call's result depends on values of its operands."""
     if operator is aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if operator is aten.repeat_interleave.Tensor:

@@ -53,11 +53,10 @@ def _lengths(lengths: Tensor | Sequence[int], log_probs: Tensor) -> Tensor:
 
 
 def _rows(targets: Tensor, lengths: Tensor, given: Tensor | Sequence[int]) -> Tensor:
-    """Return concatenated targets as rows [N, S] of one length S.
+    """Return concatenated targets as rows [N, S] of one length S. `lengths` [N] and `given` are the targets' lengths.
 
-    `lengths` has the lengths of the targets as an int64 tensor [N]. `given` has the same lengths as the caller passed
-    them. If `given` is a list, S is its largest number. If `given` is a tensor, S is its largest value, which is read
-    and rounded up to a multiple of `_BLOCK`.
+    If `given` is a list, S is its largest number. If `given` is a tensor, S is its largest value, which is read and
+    rounded up to a multiple of `_BLOCK`.
     """
     if isinstance(given, Tensor):
         blocks = int(((lengths.max() + _BLOCK - 1) // _BLOCK).item())
@@ -79,4 +78,4 @@ def _check_sizes(log_probs: Tensor, rows: Tensor, input_lengths: Tensor, target_
 
 
 CTC: dict[OpOverload, Callable[..., Any]] = {aten.ctc_loss.IntList: _ctc_loss, aten.ctc_loss.Tensor: _ctc_loss}
-"""Composite operators of torch to the functions that replace them during a trace."""
+"""Composite operator of torch → the function that replaces it during a trace."""

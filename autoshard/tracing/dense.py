@@ -53,7 +53,7 @@ def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
-    """Return the result of `torch.sparse_coo_tensor`, as a dense tensor if `size` is given and values require grad.
+    """Return `torch.sparse_coo_tensor(...)`, as a dense tensor if `size` is given and values require grad.
 
     A trace would lose the gradient of a sparse tensor.
     """
@@ -89,4 +89,4 @@ DENSE: dict[OpOverload, Callable[..., Any]] = {
     aten.embedding_bag.padding_idx: _embedding_bag,
     aten._sparse_mm.default: _sparse_product,
 }
-"""Composite operators of torch to the functions that replace them during a trace."""
+"""Composite operator of torch → the function that replaces it during a trace."""

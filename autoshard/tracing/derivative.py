@@ -19,12 +19,7 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GradientCall:
-    """A call of a model that returns gradients.
-
-    Args:
-        call: the call whose outputs are differentiated.
-        derivative: the differentiated outputs and the wanted gradients.
-    """
+    """Calls a model, and returns the gradients that `derivative` names instead of the outputs of `call`."""
 
     call: ModelCall
     derivative: Derivative

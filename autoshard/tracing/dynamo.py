@@ -22,8 +22,6 @@ from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
 
 class _CallModule(nn.Module):
-    """A module whose forward makes the call that Dynamo reads."""
-
     def __init__(self, model: nn.Module, options: TraceOptions) -> None:
         super().__init__()
         self.model = model
@@ -59,10 +57,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _distinct_inputs(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the inputs as distinct tensor objects.
-
-    If two inputs were one object, Dynamo would assume that they are one object in all calls.
-    """
+    """Return distinct objects, because Dynamo takes inputs that are one object now for one object in all calls."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 

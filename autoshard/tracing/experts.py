@@ -1,10 +1,9 @@
 """Keeps the experts of transformers' models whole: the operator `autoshard::experts` replaces their implementation.
 
 In transformers each class of experts runs through one function, which looks up an implementation by the model's
-configuration. The implementation is a loop over experts, a product for each token, or grouped products. All
-implementations compute the same result, so the operator can replace each of them during a trace. The router is the
-model's own. GPU-specific implementations that a user names are left alone. Experts that compute something else are left
-alone too: a gate outside `autoshard.kernels.gates`, a norm after the experts, quantised weights.
+configuration. Implementations with equal results are replaced. GPU-specific implementations that a user names are left
+alone. Experts that compute something else are left alone too: unknown gates, a norm behind the experts, quantised
+weights.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ def keep_experts_whole() -> Iterator[None]:
 
 
 def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs a module's experts by the operator if the operator computes the same result.
-
-    Otherwise the function runs `implementation`.
-    """
+    """Return a function that runs experts by the operator, or by `implementation` if results would differ."""
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _gate_of(module) if len(args) == 3 and not kwargs and _is_covered(module, *args) else None
@@ -76,10 +72,7 @@ def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bo
 
 
 def _gate_of(module: Any) -> Gate | None:
-    """Return the gate of a module's experts, recognised by its values on samples; None if no known gate matches.
-
-    A gate is a function of one element or of a pair of elements, so many pairs of all magnitudes tell gates apart.
-    """
+    """Return the gate of a module's experts, recognised by its values on samples; None if no known gate matches."""
     halves, interleaved = (2, not module.is_concatenated) if module.has_gate else (1, False)
     constants = [getattr(module, name, None) for name in ("alpha", "limit")]
     numbers = [float(number) for number in constants if isinstance(number, (int, float))]

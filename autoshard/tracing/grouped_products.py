@@ -23,7 +23,6 @@ def _on_meta(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the result without values; the arguments are those of `torch.nn.functional.grouped_mm`."""
     _check(left.dtype in _TYPES, f"an operand is {left.dtype}; it takes float32, float16 and bfloat16")
     _check(right.dtype == left.dtype, f"the operands are {left.dtype} and {right.dtype}; make both one type")
     _check(out_dtype in (None, left.dtype), f"out_dtype={out_dtype} is not the type of the operands, {left.dtype}")

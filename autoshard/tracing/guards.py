@@ -12,15 +12,11 @@ from autoshard.ir.program import InputKind, Program
 
 
 def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping[str, Tensor] | None = None) -> bool:
-    """Whether other inputs give the same values that the trace relied on.
+    """Whether other inputs give the same values that the trace relied on; if not, the call must be traced anew.
 
     Args:
-        program: a traced program.
         flat_inputs: the global input tensors, in the order of `program.inputs_of(InputKind.INPUT)`.
         state: parameters, buffers and the seed, by name. Tensors that no guard depends on may be missing.
-
-    Returns:
-        True if the program computes the model's result; False if the call must be traced anew.
 
     Raises:
         TraceError: a guard depends on a parameter, a buffer or the seed that is not in `state`.

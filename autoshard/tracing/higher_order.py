@@ -56,10 +56,7 @@ def _cond(
 
 
 def _nothing_of(inputs: Sequence[Tensor]) -> Tensor | None:
-    """Return a zero that depends on `inputs`, so that they get zero gradients; None without inputs.
-
-    `inputs` are those of the branch that is not taken. On one device they get zero gradients too.
-    """
+    """Return a zero that depends on the inputs of the branch that is not taken, so that they get zero gradients."""
     found = None
     for x in inputs:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -152,10 +149,7 @@ def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: i
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Makes `table[i, j]` a lookup of rows if all indices are numbers, and some are integer scalar tensors.
-
-    `vmap` may run over such scalars, and plain indexing would read their values.
-    """
+    """Makes `table[i, j]` with integer scalar tensors a lookup of rows, because indexing would read their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -198,8 +192,6 @@ _PLAIN_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 class _PlainCalls(TorchFunctionMode):
-    """Replaces higher-order operators by plain functions, also inside these functions."""
-
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._functions = {cond_op: partial(_cond, inputs), **_PLAIN_CALLS}

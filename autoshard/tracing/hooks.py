@@ -28,12 +28,9 @@ _TRUSTED = ("torch", "transformers", "autoshard")
 
 @dataclass(slots=True)
 class WatchedHook:
-    """A hook that ran during a trace.
+    """A hook that ran during a trace, first on the module `title`.
 
-    Args:
-        name: name of its function.
-        title: name of the first module on which it ran.
-        acts: whether it returned a new value, or changed a tensor of the call or an attribute of the module.
+    `acts` tells whether it returned a new value, or changed a tensor of the call or an attribute of the module.
     """
 
     name: str
@@ -69,11 +66,7 @@ def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[
 def refuse_idle_hooks(
     model: nn.Module, hooks: Hooks, program: Program, trace_without: Callable[[Collection[Any]], Program]
 ) -> None:
-    """Raise for hooks that have no effect on the program: a trace without them gives the same program.
-
-    Raises:
-        TraceError: there are such hooks; the message names them.
-    """
+    """Raise `TraceError`, naming the hooks, if a trace without some hooks gives the same program."""
     idle = [code for code, hook in hooks.items() if not hook.acts]
     if not idle:
         return
@@ -143,7 +136,6 @@ def _watch(hook: Any, title: str, watched: Hooks, without: Collection[Any]) -> C
 
 
 def _is_as_given(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a hook returned nothing, or its own argument: inputs, an output, gradients."""
     if result is None:
         return True
     given = [*args, *(item[0] for item in args if isinstance(item, tuple) and len(item) == 1)]

@@ -60,10 +60,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put contiguous fake tensors in the place of parameters and buffers within the context, and yield them by name.
-
-    Tied parameters stay tied.
-    """
+    """Put contiguous fake tensors in place of parameters and buffers; yield them by name. Ties are kept."""
     made: dict[int, Tensor] = {}
     names = [(name, id(tensor)) for name, tensor in _named(model)]
     held: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
@@ -86,8 +83,6 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the effect of operators on memory while the mode is active."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
@@ -127,7 +122,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[StridedView]:
-    """Yield the views that a call writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -136,10 +130,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 @contextlib.contextmanager
 def _truncating_without_reads() -> Iterator[None]:
-    """Draw torch's truncated normal numbers in one operator within the context.
-
-    torch draws again until all numbers are within bounds, and so reads values.
-    """
+    """Draw truncated normal numbers in one operator. torch draws until all are within bounds, and reads values."""
 
     def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         refuse_generator(nn.init.trunc_normal_, generator)
@@ -167,7 +158,6 @@ def _run_initialisers(model: nn.Module, init_fn: InitFunction | None) -> None:
 
 
 def _inside_out(model: nn.Module) -> list[nn.Module]:
-    """Return each module once, submodules first."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -190,7 +180,6 @@ def _init_as_transformers_do(module: nn.Module, init: InitFunction | None, names
 
 
 def _takes(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `function` can be called with these arguments."""
     if not callable(function):
         return False
     try:

@@ -49,13 +49,12 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class JointGraph:
-    """Result of an export: AOTAutograd's graph of forward and backward, and the meaning of its inputs and results.
+    """AOTAutograd's graph of forward and backward, and the meaning of its inputs and results.
 
     Args:
         graph_module: the graph. Its plain outputs are the model's outputs in `result`'s order, then the guarded
             tensors.
         slots: kind and name of each flat input.
-        result: structure of the model's result.
         guarded_values: the value that the trace relied on, for each guarded tensor.
         accesses: the attributes that the call's Python code used; None if unknown.
     """
@@ -80,15 +79,12 @@ class TraceOptions:
     """Options of a trace.
 
     Args:
-        grad: trace gradients.
         all_tangents: take a tangent for each output, not only for losses.
-        call: calls the model.
-        known: choice of the tensors whose values Python code may read.
+        known: the tensors whose values Python code may read.
         symbolic: use symbols for numbers of rows that depend on values, later bounded (`bounded`). Otherwise the
             program has the example's numbers.
-        as_compiled: make `torch.compiler.is_compiling()` true for the model's code, as under torch.compile. Some models
-            then have no branches on values.
-        casts: casts of a computation in a narrower type.
+        as_compiled: make `torch.compiler.is_compiling()` true for the model's code. Some models then have no branches
+            on values.
         seed: seed of random operators. If a seed is given, the values that they draw may be read.
         device: assumed device of tensors on meta.
         keeps_gradients: take tangents for scalars that the call leaves in attributes, as for losses.
@@ -181,11 +177,7 @@ class FlatModule(nn.Module):
             self.reads.add(tensor, True)
 
     def bounded(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with bounds in place of symbols.
-
-        Raises:
-            UnboundedSizeError: the bounded graph may be wrong, or the backward compares symbols.
-        """
+        """Return the graph with bounds in place of symbols; `UnboundedSizeError` if that may be wrong."""
         if self.counts is None:
             return graph_module
         if self.counts.assumed() != self.compared:
@@ -195,10 +187,7 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return pairs of a traced tensor and the real tensor whose values Python code may read during the trace.
-
-        `Known` in the options chooses the tensors. Real tensors on meta are left out. For `Known.NOTHING`, return None.
-        """
+        """Return (traced, real) pairs of tensors whose values Python code may read. Tensors on meta are left out."""
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
@@ -209,10 +198,7 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a dict from each attribute of a module that holds a tensor of `state` to the tensor's name in `state`.
-
-    A tied parameter has several attributes and one name. A module with several names counts under its first name.
-    """
+    """Return for each attribute with a tensor of `state` the tensor's name. A tied parameter has several attributes."""
     names = {id(tensor): name for name, tensor in state.items()}
     held = ((path, {**module._parameters, **module._buffers}) for path, module in model.named_modules())
     places = ((f"{path}.{leaf}".removeprefix("."), item) for path, own in held for leaf, item in own.items())
@@ -222,8 +208,8 @@ def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Copy tensors that the model assigned to buffers (`self.count = self.count + 1`) into the traced buffers.
 
-    An assignment then looks like an update in place. All arguments map a name to a tensor. `state` has the traced
-    tensors. `given` has the model's tensors before the call, and `after` its tensors after the call.
+    An assignment then looks like an update in place. By name, `state` has the traced tensors, `given` the tensors at
+    the start of the call, and `after` the tensors at its end.
     """
     for name, tensor in given.items():
         if after[name] is not tensor:
@@ -255,7 +241,7 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph."""
+    """Run a call on fake tensors in AOTAutograd's export, and return the joint graph with bounded sizes."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})
     slots = (
@@ -300,8 +286,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
 def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
     """Return a fake tensor for each of `tensors`, then one for a seed.
 
-    Tensors on meta go to `device`. If `device` is None, they go to the device of the first tensor that is not on meta,
-    or to the CPU.
+    Tensors on meta go to `device`; by default to the device of the first tensor that is not on meta, or to the CPU.
     """
     if device is None:
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
@@ -311,14 +296,13 @@ def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake tensor like `tensor` on a device, within a fake mode."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Make activation checkpoints plain calls, because the planner chooses the recomputation."""
+    """Make activation checkpoints plain calls within the context, because the planner chooses the recomputation."""
 
     def run_plainly(function: Callable[..., Any], *args: Any, **_: Any) -> Iterator[None]:
         yield
@@ -339,7 +323,7 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing_inner_backward() -> Iterator[None]:
-    """Refuse a backward inside the model, which adds to `.grad` unseen by the program."""
+    """Raise `TraceError` if the model runs a backward within the context, because the trace does not see `.grad`."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise TraceError(
@@ -357,10 +341,7 @@ def _refusing_inner_backward() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tensor_meta() -> Iterator[None]:
-    """Leave out `meta["tensor_meta"]` of nodes within the context.
-
-    The entry repeats `meta["val"]`, and nothing in autoshard reads it. It takes 8 % of a trace.
-    """
+    """Leave out `meta["tensor_meta"]`, which repeats `meta["val"]`, is never read, and takes 8 % of a trace."""
     before = proxy_tensor._extract_tensor_metadata
     proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment]
     try:

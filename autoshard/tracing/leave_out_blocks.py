@@ -61,11 +61,7 @@ def leave_out_blocks(model: nn.Module, margin: int, least: int = LEAST_LEFT_OUT)
 
 
 def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
-    """Return the model without the units that `repeats` leave out. It shares its parameters with the whole model.
-
-    Raises:
-        TraceError: the model has no such blocks.
-    """
+    """Return the model without the units that `repeats` leave out; `TraceError` if the model has no such blocks."""
     lists = {path: blocks for path, blocks, _ in block_lists(model)}
     replaced: dict[str, nn.ModuleList] = {}
     for path in dict.fromkeys(repeat.path for repeat in repeats):
@@ -95,10 +91,7 @@ def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -
 
 
 def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
-    """Return the period whose repetition covers most blocks from `start` on, and the number of its units.
-
-    The shortest of several such periods is returned.
-    """
+    """Return the (shortest) period whose repetition covers most blocks from `start` on, and the number of its units."""
     best = (1, 0)
     for period in range(1, _MOST_PERIOD + 1):
         end = start + period

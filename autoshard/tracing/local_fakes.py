@@ -37,11 +37,9 @@ fast as those for fake tensors (0.04 ms in place of 1.2 for a view).
 
 
 class LocalFakes:
-    """A cache of fake values by a key of the call that makes the value.
+    """A cache of fake values, which are slow to make, by a key of the call that makes the value.
 
-    The programs of one process repeat few calls many times, for each layer, rank count and plan. A fake value is slow
-    to make. The key of a call, its `form`, contains everything on which the fake value depends. A full cache is
-    emptied.
+    The key, `form`, contains everything on which the fake value depends. A full cache is emptied.
     """
 
     def __init__(self) -> None:
@@ -49,11 +47,11 @@ class LocalFakes:
         self._values: dict[Hashable, Any] = {}
 
     def result(self, form: Hashable, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the fake result of a call, cached under `form`."""
+        """Return the fake result of a call of `target`, cached under `form`."""
         return self._known(form, lambda: self._evaluate(target, args, kwargs))
 
     def piece(self, form: Hashable, like: torch.Tensor, on_meta: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a fake tensor on the device of `like`, with shape, strides and dtype of the result of `on_meta`.
+        """Return a fake tensor like the result of `on_meta` (shape, strides, dtype), on the device of `like`.
 
         The tensor is cached under `form`. If `like` is a meta tensor, the result is a meta tensor too.
         """

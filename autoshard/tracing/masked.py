@@ -22,13 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """The part of a tensor that `x[.., mask, ..]` selects.
-
-    Args:
-        view: view of the tensor, indexed by all entries except the mask. The dims that the mask covers are whole.
-        mask: bool tensor with the shape of the dims that it covers.
-        start: the first dim of the view that the mask covers.
-    """
+    """The part of a tensor that `x[.., mask, ..]` selects. The mask covers the dims of `view` from `start` on."""
 
     view: Tensor
     mask: Tensor
@@ -44,10 +38,7 @@ class _Masked:
         return self.mask[(..., *[None] * self.behind)]
 
     def spread_value(self, value: Tensor) -> Tensor | None:
-        """Return a value that is equal at all places of the mask, reshaped to broadcast to the view.
-
-        None if the value differs between places.
-        """
+        """Return a value reshaped to broadcast to the view; None if the value differs between places of the mask."""
         while value.dim() > self.behind and value.shape[0] == 1:
             value = value[0]
         of_places = value.dim() - self.behind - 1
@@ -73,7 +64,7 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _find_masked(x: Tensor, entries: Sequence[Any]) -> _Masked | None:
-    """Return the part of `x` that an index selects, given the index's `entries` with at least one mask.
+    """Return the part of `x` that an index with at least one mask selects.
 
     Return None for several masks, and for entries other than a mask, numbers, slices, None and an ellipsis.
     """
@@ -141,4 +132,4 @@ ASSIGNMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.index_put: _index_put,
     torch.index_put_: _index_put_,
 }
-"""From a function of torch to the function that replaces it during a trace."""
+"""Function of torch → the function that replaces it during a trace."""

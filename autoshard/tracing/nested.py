@@ -1,4 +1,4 @@
-"""Refuses nested tensors that a model makes, because tensors of a program have rectangular shapes."""
+"""Raises `TraceError` if a model makes a nested tensor, because tensors of a program have rectangular shapes."""
 
 from __future__ import annotations
 

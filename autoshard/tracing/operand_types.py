@@ -1,4 +1,7 @@
-"""Refuses operand types that a device would refuse but fake tensors accept: mixed types, and integers."""
+"""Raises `TraceError` for operand types that fake tensors accept, and a device does not.
+
+Examples are a product of float32 and bfloat16, and a softmax of integers.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,7 @@ FLOATING = frozenset(
 
 
 def refuse_types(program: Program) -> None:
-    """Raise if an operator gets operands of invalid types.
-
-    Raises:
-        TraceError: operands have invalid types; the message names operands, module and source line.
-    """
+    """Raise `TraceError` if an operator gets operands of invalid types, naming operands, module and source line."""
     slots = {slot.node: slot for slot in program.inputs}
     for node in program.graph.nodes:
         operands = _of_one_type(node)
@@ -54,7 +53,6 @@ def refuse_types(program: Program) -> None:
 
 
 def _of_one_type(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the operands of a node that must have one type."""
     if node.target in _PRODUCTS:
         return node.all_input_nodes
     operands = [node.args[place] for place in _OF_ONE_TYPE.get(node.target, ())]
@@ -72,10 +70,7 @@ def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, Inp
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
-    """Return a name of an operand for messages: the input behind it, or the operator that computes it.
-
-    Views and other calls with one operand of the same type are skipped on the way to the input.
-    """
+    """Return an operand's name for messages: the input behind its views, or the operator that computes it."""
     found = node
     while (
         found.name not in slots and len(found.all_input_nodes) == 1 and _dtype(found.all_input_nodes[0]) == _dtype(node)

@@ -59,23 +59,14 @@ _CROSS_ENTROPY: OpOverload = _aten.cross_entropy_loss.default
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """Casts for a model that computes in a narrower type.
-
-    Args:
-        dtype: the narrower type.
-        parameters: `id` of each cast parameter.
-    """
+    """Casts for a model that computes in the narrower type `dtype`. `parameters` are `id`s of cast parameters."""
 
     dtype: torch.dtype
     parameters: frozenset[int]
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
-        """Return the casts of a model's wider parameters to `dtype`.
-
-        Raises:
-            TraceError: a norm with running statistics has float64 parameters or buffers.
-        """
+        """Return the casts of wider parameters to `dtype`; `TraceError` for a float64 norm with running statistics."""
         norms = {
             name: module
             for name, module in model.named_modules()
@@ -91,12 +82,12 @@ class Casts:
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return the pytree `inputs`, in which tensors wider than `dtype` are cast to `dtype`."""
+        """Return the pytree `inputs`, in which floating tensors wider than `dtype` are cast to `dtype`."""
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Make a context in which operators of `_OF_ONE_TYPE` cast operands, and cross-entropy computes in float32."""
+        """Make operators of `_OF_ONE_TYPE` cast mixed operands, and cross-entropy compute in float32, until exit."""
         with contextlib.ExitStack() as stack:
             for op in _OF_ONE_TYPE:
                 stack.enter_context(_replacing(op, self._in_one_type))
@@ -113,7 +104,10 @@ class Casts:
 
 
 def _check_norms(norms: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Refuse norms with float64 state. Norms with running statistics are not cast, and get narrow inputs."""
+    """Raise `TraceError` if a norm with running statistics has parameters or buffers in float64.
+
+    Such a norm keeps its dtype, and gets inputs in the narrower `dtype`. PyTorch then takes only float32 state.
+    """
     double = [name for name, norm in norms.items() if any(x.dtype is torch.float64 for x in _state_of(norm))]
     if double:
         raise TraceError(
@@ -138,7 +132,6 @@ def _is_floating(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace the composite definition of `op` by `replacement(definition, *args)` within the context."""
     saved = dict(op.py_kernels)
     before = saved.get(_COMPOSITE)
 
@@ -158,7 +151,6 @@ def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None
 
 
 def _definition_of(op: OpOverload) -> Callable[..., Any]:
-    """Return a function that calls PyTorch's own definition of a composite operator."""
     return lambda *args, **kwargs: op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
@@ -182,7 +174,7 @@ def check_unchanged(casts: Mapping[str, Tensor]) -> None:
 
 
 def widen_scalar(output: Tensor) -> Tensor:
-    """Return a narrow scalar (a loss) in float32, and any other tensor as it is."""
+    """Return a scalar narrower than float32 (a loss) in float32, and any other tensor as it is."""
     return widen(output) if output.dim() == 0 else output
 
 

@@ -93,7 +93,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """Return the user's line that raised `error`, or ""."""
+    """Return the user's innermost line that raised `error`, such as "model.py:12 in forward"; or ""."""
     lines = []
     trace = error.__traceback__
     while trace is not None:

@@ -18,12 +18,11 @@ _OWN = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: its tensors, submodules and hooks."""
 
 State = Mapping[tuple[str, str], Any]
-"""(name of a module, path of an attribute) to a text of the value: a number, an array, a configuration or a container.
-"""
+"""(name of a module, path of an attribute) → text of the value: a number, an array, a configuration or a container."""
 
 
 def python_state(model: nn.Module) -> State:
-    """Return the present text of each setting of a model's modules, by module and path."""
+    """Return the present text of each setting in attributes of a model's modules, by module and path."""
     with unwatched():
         return {
             (name, path): content_text(value)

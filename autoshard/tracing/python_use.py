@@ -1,8 +1,7 @@
-"""Records the attributes of modules that a traced call reads, and the attributes that it sets.
+"""Records the attributes of modules that a traced call reads before setting them, and the attributes that it sets.
 
-A program depends on the attributes that its trace read. Every access to an attribute of a module is recorded during the
-call. Code that uses `vars` reads all attributes of a module. An attribute that the call sets before reading it does not
-count as read. Dynamo analyses bytecode instead of running it, so all attributes then count as read.
+A program depends on the attributes that its trace read. Code that uses `vars` reads all attributes of a module. After
+Dynamo, which analyses bytecode instead of running it, all attributes count as read.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Accesses:
         self._set: list[tuple[nn.Module, str, Any]] = []
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether some run read an attribute before setting it."""
+        """Whether some run of the call read an attribute before setting it."""
         return id(module) in self._read and name in self._read[id(module)][1]
 
     @contextlib.contextmanager
@@ -104,7 +103,7 @@ class Accesses:
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
-    """Dict from the `id` of a module to the module and the names of its attributes. It keeps the module alive."""
+    """`id` of a module → the module, which is kept alive, and the names of its attributes."""
 
     def names(self, module: nn.Module) -> set[str]:
         found = self.get(id(module))
@@ -128,10 +127,7 @@ def _matters(name: str) -> bool:
 
 
 def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> list[tuple[str, type, tuple[str, ...]]]:
-    """Return (name of a class, the class, names of attributes) for each class that defines some of the attributes.
-
-    `names` has (module's name, module, names of attributes) for each module.
-    """
+    """Return (name of a class, the class, names of attributes) for each class that defines some of the attributes."""
     found: dict[type, set[str]] = {}
     for kind, looked_up in {(type(module), name) for _, module, names in names for name in names}:
         owner = next((base for base in kind.__mro__ if looked_up in vars(base)), None)

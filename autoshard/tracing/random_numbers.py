@@ -52,7 +52,10 @@ SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_r
 
 @contextlib.contextmanager
 def number_random_operators(seed: Tensor) -> Iterator[None]:
-    """Make random operators within the context use `seed`, with sites numbered from 0."""
+    """Number random operators from 0 within the context, and let them draw by the counter-based generator.
+
+    `seed` is the input of the program that has the generator's seed.
+    """
     token = SITES.set(RandomSites(seed))
     try:
         with _CounterBased(), drawing_spans(seed.device):
@@ -63,7 +66,7 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse a model that seeds PyTorch's generator within the context.
+    """Raise `TraceError` if the model seeds PyTorch's generator within the context.
 
     Such a model draws the same numbers in every call. A program draws other numbers in each call.
     """
@@ -95,8 +98,6 @@ def is_random(node: fx.Node) -> bool:
 
 
 class _CounterBased(TorchDispatchMode):
-    """Replaces PyTorch's random operators by those of the counter-based generator while the mode is active."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -112,10 +113,7 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that affect its values, by name, in the schema's order.
-
-    Defaults are included, except for types, which the schema has as numbers.
-    """
+    """Return the arguments of a call that affect its values, by name. Defaults are included, except for types."""
     found: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _IMMATERIAL:
@@ -156,14 +154,9 @@ def _draw(
 def draw_numbers(
     distribution: str, parameters: Sequence[Any], size: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """Draw an array of numbers within `number_random_operators`. A complex number consists of two drawn numbers.
+    """Draw numbers within `number_random_operators`. A complex number consists of two drawn numbers.
 
-    Args:
-        distribution: name of the distribution: "uniform", "normal".
-        parameters: its parameters.
-        size: shape of the array.
-        dtype: dtype of the array.
-        device: device of the array.
+    `distribution` is a name such as "normal", and `parameters` are its parameters, such as mean and deviation.
     """
     if not dtype.is_complex:
         return _draw(distribution, parameters, size, dtype, device)
@@ -225,10 +218,7 @@ def _like(
 
 
 def _filled(distribution: str) -> Callable[..., Tensor]:
-    """Return a function that draws for an operator that fills `self`, such as `uniform_`.
-
-    The operator's other arguments are the distribution's parameters.
-    """
+    """Return a function that draws for an operator such as `uniform_`, with the distribution's parameters."""
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
         return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
@@ -237,10 +227,7 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """Draw integers from `from` to `to` - 1.
-
-    `from` is a Python keyword, so it is in `bounds`. Without `to`, the largest possible integer is that of `_largest`.
-    """
+    """Draw integers from `from`, a Python keyword and therefore in `bounds`, to `to` - 1; by default to `_largest`."""
     low = bounds.get("from") or 0
     if to is None:
         to = 2 if self.dtype == torch.bool else _largest(self.dtype) + 1
@@ -302,10 +289,7 @@ def _rrelu_with_noise(
 
 
 def _of_parameters(operator: Any) -> Callable[..., Tensor]:
-    """Return a function that draws with `operator`, for an operator of torch whose parameters are tensors.
-
-    The numbers have the broadcast shape of all parameters, and the dtype of the first.
-    """
+    """Return a function that draws with `operator`. Its parameters are tensors, which are broadcast."""
 
     def draw(**parameters: Tensor) -> Tensor:
         sites = SITES.get()
@@ -336,7 +320,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""From the name of a PyTorch operator, without the underscore of an in-place variant, to a function that draws."""
+"""Name of a PyTorch operator, without the underscore of an in-place variant → the function that draws."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
 """Names of PyTorch's operators that draw by the counter-based generator."""

@@ -1,7 +1,6 @@
 """Finds the gradients that a backward leaves None, because autograd does not reach an input from an output.
 
-On one device autograd walks from an output to the parameters behind it. A parameter that autograd does not reach has no
-gradient. A parameter that autograd reaches without a contribution has zeros. Autograd's graph of the traced call
+A parameter that autograd reaches without a contribution has zeros instead. Autograd's graph of the traced call
 separates the two cases. A Python function may decline to pass a gradient on (`return grad, None`). Its traced backward
 shows this, because no path leads from the tangent to the gradient.
 """
@@ -40,7 +39,7 @@ def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple
 
 
 def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
-    """Add `root` and the nodes behind it to `found`, a dict from a node to the indices of inputs that it reaches."""
+    """Add `root` and the nodes behind it to `found`: node → indices of the inputs that it reaches."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting[-1]
@@ -55,7 +54,7 @@ def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> Non
 
 
 def _may_decline(node: _Node) -> bool:
-    """Whether a node is a Python function with one result. The backward of such a function may return None.
+    """Whether a node is a Python function with one result, whose backward may return None.
 
     A function of several results gets zeros for results without a gradient, and passes zeros on.
     """

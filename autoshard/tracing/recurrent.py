@@ -54,8 +54,6 @@ returns (y [B, T, P], last state).
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The recurrent layers of one call, with the options of the call."""
-
     direction: _Direction
     layers: int
     dropout: float
@@ -115,11 +113,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
-    """Return torch's flat list of weights, grouped by layer and direction.
-
-    For each layer and direction, the list has w_ih, w_hh, then b_ih and b_hh (with biases), then w_hr (with
-    projections).
-    """
+    """Return torch's flat list of weights, grouped by layer and direction: w_ih, w_hh, b_ih, b_hh, w_hr."""
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
     return [
@@ -221,9 +215,9 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pack_padded_sequence`.
+    """Return the results of `torch._pack_padded_sequence`: the packed rows [N, F], and the batch size of each step.
 
-    The longest length and the sum of lengths are read from values, because shapes depend on them.
+    Python reads `lengths` during the trace, because the shapes of the results depend on its values.
     """
     if not bool((lengths[1:] <= lengths[:-1]).all() & (lengths > 0).all()):
         raise ValueError(
@@ -238,9 +232,9 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `torch._pad_packed_sequence`.
+    """Return the results of `torch._pad_packed_sequence`: the padded rows and their lengths.
 
-    The batch size, which is the first of `batch_sizes`, is read from values.
+    Python reads the first batch size during the trace, because it is the number of sequences.
     """
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
@@ -302,4 +296,4 @@ RECURRENT: dict[OpOverload, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Composite operators of torch to the functions that replace them during a trace."""
+"""Composite operator of torch → the function that replaces it during a trace."""

@@ -1,9 +1,8 @@
 """Keeps semantic operators whole: attention, dropout, losses, RMS norm and recurrent layers (`ctc`, `recurrent`).
 
 PyTorch decomposes these operators before a trace sees them, and differently on each device. During a trace, calls of
-`autoshard::*` operators (`autoshard.kernels`) replace their composite definitions, as torch.export does for the
-operators it preserves. Cases outside a semantic operator (class weights, probabilities as targets, a mask that requires
-grad) become ordinary operators that compute the same result.
+`autoshard::*` operators (`autoshard.kernels`) replace their composite definitions. Cases outside a semantic operator
+(class weights, a mask that requires grad) become ordinary operators that compute the same result.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _dropout_(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Return `x` [N, C, ...] after a dropout of whole channels. Return `x` itself outside training."""
+    """Return `x` [N, C, ...] after a dropout of whole channels."""
     if not train or p == 0.0:
         return x
     channels = torch.ones((*x.shape[:2], *([1] * (x.dim() - 2))), dtype=x.dtype, device=x.device)
@@ -176,7 +175,6 @@ def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Compute cross-entropy by `_wide_cross_entropy`, and return it in the dtype of the logits."""
     return _wide_cross_entropy(logits, target, *rest, **options).to(logits.dtype)
 
 
@@ -188,10 +186,7 @@ def _wide_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower.
-
-    The semantic operator computes the loss of each row. The reduction follows outside.
-    """
+    """Compute the cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower."""
     class_dim = 0 if logits.dim() == 1 else 1
     if target.is_floating_point():
         logits = widen(logits)
@@ -229,7 +224,6 @@ def _soft_cross_entropy(
     label_smoothing: float,
     class_dim: int,
 ) -> Tensor:
-    """Compute cross-entropy with class probabilities as targets; the mean is over rows."""
     if label_smoothing > 0.0:
         target = target * (1.0 - label_smoothing) + label_smoothing / logits.size(class_dim)
     terms = F.log_softmax(logits, dim=class_dim) * target
@@ -248,10 +242,7 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm with one operator for the forward and one for the backward.
-
-    torch has both operators, but no derivative that connects them on all devices.
-    """
+    """RMS norm, for which torch has a forward and a backward operator, but no derivative on all devices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:
@@ -276,10 +267,7 @@ class _RmsNorm(torch.autograd.Function):
 def _fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of RMS norm, computed by `_RmsNorm`.
-
-    Below autograd, return NotImplemented, by which torch keeps the operator whole.
-    """
+    """Return RMS norm's results; below autograd NotImplemented, by which torch keeps the operator whole."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
     return _norm(x, normalized_shape, weight, eps)

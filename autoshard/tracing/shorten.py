@@ -43,10 +43,7 @@ class ShortModel:
 
 
 def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
-    """Return the model with `kept` blocks of each kind in every list of blocks; None keeps all.
-
-    Lists nested in blocks are unchanged.
-    """
+    """Return the model with `kept` blocks of each kind in every outermost list of blocks; None keeps all."""
     lists: list[BlockList] = []
     replaced: dict[str, nn.ModuleList] = {}
     for path, blocks, kinds in block_lists(model):
@@ -86,11 +83,7 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 
 
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
-    """Return the properties in which equal blocks agree: classes, shapes and dtypes of tensors, plain attributes.
-
-    The attributes in `counting`, as (module, attribute), number the blocks and are left out. None has the signature
-    None.
-    """
+    """Return the properties in which equal blocks agree, without `counting`, the attributes that number blocks."""
     if block is None:
         return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())
@@ -101,7 +94,6 @@ def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) ->
 
 
 def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
-    """Return all plain attributes of a block's modules: (module, attribute) to value."""
     return {
         (name, attribute): value
         for name, module in block.named_modules()

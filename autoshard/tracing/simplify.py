@@ -41,7 +41,7 @@ _WITHOUT_OPERAND: Mapping[Any, Any] = {
     _ATEN.new_full.default: _ATEN.full.default,
     _ATEN.new_empty.default: _ATEN.empty.memory_format,
 }
-"""Operators that read only dtype and device of their operand, with the operators that take these as options."""
+"""Operator that reads only dtype and device of its operand → the operator that takes these as options."""
 _PREFIXES = {
     InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.INPUT: "", InputKind.TANGENT: "", InputKind.SEED: "",
 }  # fmt: skip
@@ -60,7 +60,7 @@ class Copier:
         self.graph = self.graph_module.graph
 
     def node(self, original: fx.Node) -> fx.Node:
-        """Return the copy of `original`, or the node that replaces it."""
+        """Return the copy of `original`, or the node of the copied graph that replaces it."""
         return self._copies[original]
 
     def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
@@ -135,7 +135,6 @@ class Copier:
         return copy
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
-        """Return the copied node with the same value if `node` is redundant, else None."""
         args: Any = node.args
         if node.target in _IDENTITIES or (node.target is _ATEN.clone.default and self._only_returned(node)):
             return self.node(args[0])
@@ -184,7 +183,6 @@ class Copier:
 
 
 def _options_of(like: Tensor) -> dict[str, Any]:
-    """Return the options with which an operator makes a tensor of the dtype and on the device of another."""
     return {"dtype": like.dtype, "device": like.device, "pin_memory": False}
 
 
@@ -193,10 +191,7 @@ def _is_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """Return the dims of the operand of a call of `as_strided`, in the order of its memory: largest stride first.
-
-    The result is None for other calls, for operands of one dim, and for operands whose memory has gaps or overlaps.
-    """
+    """Return the dims of `as_strided`'s operand, largest stride first; None if no rewrite is needed or possible."""
     if node.target not in (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default):
         return None
     operand: Any = node.args[0]
@@ -214,10 +209,7 @@ def _base_name(node: fx.Node) -> str:
 
 
 def _with_input_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands of a batch norm's backward with a request for the input's gradient.
-
-    The fake result always contains this gradient.
-    """
+    """Request the input's gradient from a batch norm's backward; the fake result always contains it."""
     *operands, asked = args
     return (*operands, [True, *asked[1:]])
 

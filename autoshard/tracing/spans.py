@@ -1,8 +1,7 @@
 """Spans masked at random (SpecAugment, Park et al. 2019), drawn by operators instead of NumPy.
 
-Wav2vec 2.0, HuBERT, WavLM, Whisper and similar models in transformers share a function that draws masked spans with
-NumPy. A trace would freeze its first masks. `draw_spans` draws from the same distribution with operators of torch. Each
-step then has masks of its own, equal on every mesh.
+Wav2vec 2.0, Whisper and similar models in transformers draw masked spans with NumPy. A trace would freeze the first
+masks. `draw_spans` draws from the same distribution with operators of torch.
 """
 
 from __future__ import annotations

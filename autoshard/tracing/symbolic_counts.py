@@ -1,8 +1,7 @@
 """Numbers of rows that depend on values, as symbols of a trace. `bounded` later turns the symbols into sizes.
 
-`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. This number is a symbol without a value,
-which appears in all derived shapes. Python code that compares the number gets the answer for the example, and PyTorch
-records the comparison.
+`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. Python code that compares this number gets
+the answer for the example, and PyTorch records the comparison.
 """
 
 from __future__ import annotations
@@ -57,17 +56,14 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
 }
-"""From an operator to a function `f(nonzero, *args)` that performs a call of the operator with `nonzero`."""
+"""Operator → function `f(nonzero, *args)` that performs a call of the operator with `nonzero`."""
 
 
 @dataclass(slots=True)
 class SymbolicCounts:
-    """The symbols of a trace for numbers of rows, each with its mask.
+    """The symbols of a trace for numbers of rows.
 
-    Args:
-        environment: torch's environment of symbols.
-        masks: from a symbol to the mask whose ones the symbol counts.
-        numbers: from a symbol to its value in the example, if known.
+    `masks` has the mask whose ones a symbol counts, and `numbers` the symbol's value in the example, if known.
     """
 
     environment: ShapeEnv
@@ -130,7 +126,6 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 def _compute(expression: Any, counts: Mapping[Any, Tensor]) -> Any:
-    """Return the value of an expression of symbols, computed from the tensors of the symbols."""
     if expression.is_Integer:
         return int(expression)
     if expression in counts:

@@ -144,7 +144,6 @@ def trace(
 
 
 def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: LendValues) -> JointGraph:
-    """Return the joint graph of the first way of tracing that works."""
     failures: list[tuple[_WayOfTracing, Exception]] = []
     for way in _WAYS:
         if failures and not way.helps_with(failures[-1][1]):
@@ -247,14 +246,7 @@ def _is_other(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _WayOfTracing:
-    """One way of tracing.
-
-    Args:
-        name: words for messages.
-        capture: makes the joint graph of a call.
-        helps_with: takes the error of the previous way; returns whether this way may work.
-        needs_values: whether this way reads the values of parameters.
-    """
+    """One way of tracing. `helps_with` says whether the way may work after the previous way's error."""
 
     name: str
     capture: Callable[[nn.Module, TracedCall, TraceOptions], JointGraph]
@@ -301,10 +293,7 @@ def _refusal(model: nn.Module, failures: list[tuple[_WayOfTracing, Exception]]) 
 
 
 def _way_out(place: tuple[str, nn.Module] | None, where: str) -> str:
-    """Return advice for an error's message. A norm in training that sees one value of each channel has its own advice.
-
-    `place` is the innermost module that raised the error, with its name. `where` is the user's line, or "".
-    """
+    """Return advice for an error in the module `place` (name, module) and on the user's line `where`."""
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
         return "In training it needs several values of each channel: pass a larger batch, or call .eval()."
     first = "Call the model with these inputs on one device first."

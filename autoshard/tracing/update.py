@@ -41,7 +41,6 @@ def append_update(program: Program, update: Update, *, of_stage: bool = False) -
 
     Args:
         program: a joint program with gradients, as traced.
-        update: the optimizer's update.
         of_stage: whether the program is a stage of a pipeline. With clipping, a stage returns the sum of squares of its
             own gradients, and takes the sum over all stages (`InputKind.SQUARES`).
     """
@@ -136,7 +135,6 @@ class _Appending:
         return self._placeholder(InputKind.STATE, state_slot(state, name), self.values[key])
 
     def _placeholder(self, kind: InputKind, slot_name: str, value: Tensor) -> fx.Node:
-        """Add an input to the program after all other inputs, and return its placeholder."""
         graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
         with graph.inserting_after(self.values.get("last") or self.program.nodes_by_name()[self.inputs[-1].node]):
             node = graph.create_node("placeholder", name, (), {}, name=name)

@@ -44,18 +44,11 @@ _BY_ROWS = ROWWISE | frozenset(
         *(aten.cumsum.default, aten.cumprod.default),
     }
 )
-"""Operators that run unchanged if a rank has only a piece of a parallel dim.
-
-They need a rewrite only for pieces of reduced, scanned or normalised dims.
-"""
+"""Operators that need a rewrite for pieces of reduced, scanned or normalised dims, but not of parallel dims."""
 
 
 def by_rule(call: PaddedCall) -> Results:
-    """Return the padded values of a call's results, derived from the call's sharding rule.
-
-    Raises:
-        ReachedError: padding may reach the clean part of a result.
-    """
+    """Return the padded values of a call's results by its rule; `ReachedError` if padding may reach a clean part."""
     if not call.is_padded:
         return _clean(call)
     return _Ruled.of(call).results()
@@ -74,11 +67,7 @@ def _clean(call: PaddedCall) -> Results:
 
 
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-    """Return the content of a region of result number `result`, given the contents of the operands there.
-
-    For a result after the first, the content spans all numbers of the result's type. It is finite if the content of the
-    first result is finite.
-    """
+    """Return the content of a region of result number `result`; later results may have any number of their type."""
     found = call.content(operands, region)
     if not result:
         return found
@@ -90,13 +79,7 @@ def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], regi
 
 @dataclass(frozen=True, slots=True)
 class _Ruled:
-    """A call with its sharding rule.
-
-    Args:
-        call: the call.
-        bound: the call's rule, with the sizes of the padded program.
-        parts: name of a factor to its parts, each with a padded and an exact size.
-    """
+    """A call with its sharding rule, bound to the padded sizes; `parts` has each factor's parts."""
 
     call: PaddedCall
     bound: BoundRule
@@ -151,7 +134,6 @@ class _Ruled:
             raise ReachedError("depends on the length")
 
     def _is_absorbed(self, labels: frozenset[Label]) -> bool:
-        """Whether the padding of the reduced parts `labels` adds nothing to the clean part of the results."""
         return self._is_zero(labels) or self._is_filled(labels)
 
     def _is_zero(self, labels: frozenset[Label]) -> bool:
@@ -197,10 +179,7 @@ class _Ruled:
         raise AssertionError(place)
 
     def _dims(self, result: int, index: int) -> list[Dim]:
-        """Return the dims of a result.
-
-        `result` is its number among the results that are tensors, and `index` is its number among all results.
-        """
+        """Return the dims of a result with number `result` among the tensor results, `index` among all results."""
         shapes = zip(self.call.shapes(0)[index], self.call.shapes(1)[index], strict=True)
         return [self._dim(factors, sizes) for factors, sizes in zip(self.bound.outputs[result], shapes, strict=True)]
 
@@ -252,7 +231,7 @@ class _Ruled:
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
         """Whether a region of a result is zero, because operands in which the call is linear are zero there.
 
-        `subsets` has the sets of reduced parts. Each set stands for the addends in the padding of exactly these parts.
+        Each set of reduced parts in `subsets` stands for the addends in the padding of exactly these parts.
         """
         groups = [group for group in self.bound.linear if group]
         return any(
@@ -281,15 +260,11 @@ _COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedC
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
-"""Reduction to a function from the contents of several regions to the content of their minimum or maximum."""
+"""The content of the minimum or maximum of numbers from several regions, given the contents of the regions."""
 
 
 def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Mapping[str, int]) -> None:
-    """Record the parts of an operand's dim in `parts`, under the dim's factor.
-
-    Raises:
-        ReachedError: the padded dim is merged with another dim, or is taken for the same factor as another dim.
-    """
+    """Record an operand's dim under its factor; `ReachedError` if a padded dim is merged with another dim."""
     is_padded = any(map(is_padded_part, dim))
     if len(factors) != 1:
         if is_padded:
@@ -310,11 +285,7 @@ def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Ma
 def changes_nothing(reduction: Reduction | None, fill: Any, padding: PaddedContent, clean: PaddedContent) -> bool:
     """Whether a reduction over clean elements and padding has the same result as over the clean elements alone.
 
-    Args:
-        reduction: the kind of reduction.
-        fill: the number that the sharding rule pads with, or None.
-        padding: content of the padding.
-        clean: content of the clean elements.
+    `fill` is the number that the sharding rule pads with, or None.
     """
     if reduction is Reduction.MAX:
         return padding.high <= _least(clean)

@@ -52,25 +52,25 @@ class PaddedContent:
 
     @property
     def has_no_infinity_of_its_own(self) -> bool:
-        """Whether all elements are finite, unless the clean part contains infinities."""
+        """Whether all elements of the region are finite, unless the clean part contains infinities."""
         return self.is_finite or self.is_clean or self.is_like_clean
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements are one known number."""
+        """Whether all elements of the region are one known number."""
         return self.low == self.high
 
     @property
     def is_zero(self) -> bool:
-        """Whether all elements are zero."""
+        """Whether all elements of the region are zero."""
         return self.low == self.high == 0
 
     def is_only(self, number: float) -> bool:
-        """Whether all elements are `number`."""
+        """Whether all elements of the region are `number`."""
         return self.low == self.high == number
 
     def lies_in(self, low: float, high: float) -> bool:
-        """Whether all elements lie between `low` and `high`, both included."""
+        """Whether all elements of the region lie between `low` and `high`, both included."""
         return low <= self.low and self.high <= high
 
 
@@ -79,21 +79,21 @@ _FINITE = PaddedContent(-math.inf, math.inf, is_finite=True)
 
 
 def constant(number: Any) -> PaddedContent:
-    """Return the content of elements that all equal `number`; `UNKNOWN` if `number` is NaN or no number."""
+    """Return the content of a region whose elements all equal `number`; `UNKNOWN` if `number` is NaN or no number."""
     if not isinstance(number, (int, float)) or math.isnan(number):
         return UNKNOWN
     return PaddedContent(float(number), float(number), math.isfinite(number))
 
 
 def content_of_type(dtype: torch.dtype) -> PaddedContent:
-    """Return the content of elements that may be any finite numbers of a type."""
+    """Return the content of a region that may have any finite numbers of a type."""
     if dtype.is_floating_point or dtype.is_complex:
         return _FINITE
     return _from_range(range_of_type(dtype), is_finite=True)
 
 
 def either(contents: Iterable[PaddedContent]) -> PaddedContent:
-    """Return the content of elements each of which has one of these contents: their union."""
+    """Return the union of contents: each element of the region has one of them."""
     known = list(contents)
     return PaddedContent(
         min(item.low for item in known),
@@ -115,7 +115,7 @@ def masked_sum(mask: PaddedContent) -> PaddedContent:
 
 
 def content_of_call(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent:
-    """Return the content of a call's first result, given the contents of its tensor operands in order."""
+    """Return the content of a region of a call's first result, given its tensor operands' contents there, in order."""
     dtype = _dtype_of(node)
     if dtype is None or dtype.is_complex:
         return (
@@ -164,7 +164,7 @@ _Function = Callable[[fx.Node, Sequence[PaddedContent]], PaddedContent | None]
 
 
 def _arguments(node: fx.Node, operands: Sequence[PaddedContent]) -> list[PaddedContent]:
-    """Return the contents of all positional arguments; an argument that is a plain number is a constant."""
+    """Return the contents of all positional arguments; a plain number is a constant."""
     given = iter(operands)
     return [next(given) if isinstance(item, fx.Node) else replace(constant(item), is_clean=True) for item in node.args]
 
@@ -180,7 +180,6 @@ def _masked_fill(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedCont
 
 
 def _chosen(condition: PaddedContent, one: PaddedContent, other: PaddedContent) -> PaddedContent:
-    """Return the content of `one` where the condition holds, and of `other` elsewhere."""
     if not condition.is_constant:
         made = either((one, other))
         return replace(made, is_like_clean=made.is_like_clean and condition.is_clean)
@@ -236,13 +235,9 @@ def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | No
 
 
 def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Function:
-    """Return the function of `_FUNCTIONS` for a comparison.
+    """Return a function whose content is 1 if the comparison holds for all elements, 0 if for none, else None.
 
-    It returns the content 1 if the comparison holds for all elements, 0 if it holds for no element, and None otherwise.
-
-    Args:
-        holds: the comparison of two numbers.
-        at_ends: "less" if the comparison holds for smaller first operands, else "more".
+    `at_ends` is "less" if the comparison holds for smaller first operands, else "more".
     """
 
     def function(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
@@ -314,7 +309,7 @@ _FUNCTIONS: Mapping[Any, _Function] = {
     aten._to_copy: _convert,
     aten.nan_to_num: _made_finite,
 }
-"""Operator to the function that returns its result's content. If the function returns None, `_bound` is used."""
+"""The function of an operator that bounds its result. If the function returns None, `_bound` is used."""
 
 
 def _combine(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent | None:
@@ -385,10 +380,7 @@ _RISKS: Mapping[Any, Callable[[fx.Node, Sequence[PaddedContent]], bool]] = {
     **dict.fromkeys((aten.polygamma, aten.special_xlog1py, aten.special_zeta), _never),
     **dict.fromkeys((aten.addcdiv, aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_cholesky_ex), _never),
 }
-"""Operators with infinite results or gradients for some finite numbers, each with a function of the call.
-
-The function returns whether results and gradients are certainly finite for the given operands.
-"""
+"""Whether a call has finite results and gradients for given finite operands; only operators with risks are listed."""
 
 _SOFTMAX = frozenset((aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp))
 
@@ -399,10 +391,7 @@ def is_softmax(node: fx.Node) -> bool:
 
 
 def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
-    """Whether a call with finite operands has finite results and gradients.
-
-    The answer is also True if all operands have only numbers of the clean part. Padding then adds no infinity.
-    """
+    """Whether results and gradients of a call on finite operands are finite, or operands repeat clean numbers."""
     holds = _RISKS.get(_packet(node))
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)
 

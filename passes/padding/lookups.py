@@ -1,7 +1,7 @@
 """Follow padding through calls that look up elements by index, return an index, or scan a dim.
 
-Indices are assumed to be valid without padding: none exceeds the end of the exact dim. Indices into a padded dim must
-count from the start, because -1 is another element with padding than without.
+Indices are assumed to be valid without padding. Indices into a padded dim must count from the start, because -1 is
+another element with padding than without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @padded_call(aten.embedding.default)
 def _embedding(call: PaddedCall) -> Results:
-    """Return the padded value of rows of a table. Indices in padding must be rows of the table too."""
+    """Indices in padding must be rows of the table too."""
     table, indices = call.operands[0], call.operands[1]
     rows = table.shape(0)[0]
     for region, content in indices.contents.items():
@@ -39,10 +39,7 @@ _UNBOUNDED = 2.0**62
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Return the padded value of the elements at index tensors.
-
-    The result has the dims of the broadcast index tensors, and the dims that are not indexed.
-    """
+    """The result has the dims of the broadcast index tensors, and the dims that are not indexed."""
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
     if not call.is_padded:
@@ -84,10 +81,8 @@ def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[Padd
 def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedContent, bool]]) -> PaddedContent:
     """Return the content of the elements of `x` at some indices.
 
-    Args:
-        x: the tensor that is indexed.
-        kept: the region of its dims that are not indexed.
-        indices: indexed dim to the content of its index, and whether the region of the result is clean.
+    `kept` is the region of the dims that are not indexed. `indices` maps each indexed dim to the content of its index,
+    and whether the region of the result is clean.
     """
     regions = [kept]
     for dim, (index, is_clean) in indices.items():
@@ -111,7 +106,6 @@ def _check_from_start(index: PaddedContent) -> None:
 
 
 def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
-    """Return the dims that index tensors have after they are broadcast together."""
     rank = max(len(index.dims) for index in indices)
     result: list[Dim] = [((1, 1),)] * rank
     for index in indices:
@@ -174,10 +168,7 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """Return the padded values of an extreme over a dim and of its index, or of the index alone.
-
-    Over a padded dim, no element of the padding may be more extreme than any clean element.
-    """
+    """Return the results of a maximum or minimum; `ReachedError` if padding could be chosen over clean elements."""
     (x,) = call.operands
     dim = call.argument(1, "dim")
     if dim is None and x.is_padded:
@@ -212,7 +203,7 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Return the padded values of a scan. Each element depends only on earlier elements, and padding comes last."""
+    """Each element depends only on earlier elements, and padding comes last."""
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):

@@ -34,7 +34,7 @@ _FILLED = tuple(target for target in CREATIONS if target not in (aten.arange.def
 
 
 def _filled(call: PaddedCall) -> Results:
-    """Return the padded value of a new tensor. All its elements equal one number, or they are unset."""
+    """All elements of a new tensor equal one number, or they are unset."""
     made = UNKNOWN if call.target in _EMPTY else content_of_call(call.node, [x.content(CLEAN) for x in call.operands])
     return (PaddedValue.of(call.plain_dims(), lambda _: made),)
 
@@ -47,7 +47,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """Return the padded value of a range. The range of the exact program is a prefix of the padded range."""
+    """The range of the exact program is a prefix of the padded range."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -69,7 +69,7 @@ def _arange(call: PaddedCall) -> Results:
 @padded_call(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default, sizes=(1,))
 @padded_call(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _view(call: PaddedCall) -> Results:
-    """Return the padded value of a view that merges and splits dims. A padded part of a dim must stay whole."""
+    """A view merges and splits dims; a padded part of a dim must stay whole."""
     (x,) = call.operands
     waiting = _waiting_parts(x)
     dims: list[Dim] = []
@@ -98,13 +98,10 @@ def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
 
 
 def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict[Place, Place]) -> Dim:
-    """Remove the parts of one new dim from the front of `waiting`, and return them; parts without padding may be split.
+    """Remove the parts of new dim number `dim` from the front of `waiting`, and return them.
 
-    Args:
-        waiting: the parts that no new dim has yet. Taken parts are removed.
-        size: the new dim's size in the padded and in the exact program.
-        dim: the new dim's number.
-        origins: new place of a padded part to its old place; extended here.
+    Parts without padding may be split. `size` is the new dim's padded and exact size. `origins` receives the old place
+    of each padded part, by its new place.
     """
     parts: list[Part] = []
     left = size
@@ -128,7 +125,7 @@ def _take(waiting: list[tuple[Place, Part]], size: Part, dim: int, origins: dict
 
 @padded_call(aten.expand.default, aten.expand_copy.default, aten.repeat.default, sizes=(1,))
 def _expand(call: PaddedCall) -> Results:
-    """Return the padded value of an expanded or repeated tensor. No padded dim may be expanded or repeated."""
+    """No padded dim may be expanded or repeated."""
     (x,) = call.operands
     dims: list[Dim] = [(size,) for size in zip(call.shapes(0)[0], call.shapes(1)[0], strict=True)]
     new = len(dims) - len(x.dims)
@@ -199,13 +196,7 @@ def _select(call: PaddedCall) -> Results:
 
 
 def _check_place(call: PaddedCall, x: PaddedValue, dim: int, position: int) -> None:
-    """Check that an index into a padded dim is equal in both programs, when counted from the start.
-
-    `position` is the position of the index among the call's arguments.
-
-    Raises:
-        ReachedError: the indices differ, because the index counts from the dim's end.
-    """
+    """Raise `ReachedError` unless the index at `position` into a padded dim counts from its start in both programs."""
     size, exact = x.plain_part(dim)
     places = [
         place + length if place < 0 else place
@@ -237,7 +228,7 @@ def _select_scatter(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice_scatter.default, sizes=(3, 4))
 def _slice_scatter(call: PaddedCall) -> Results:
-    """Return the padded value of a tensor with a written slice. A slice of a padded dim must reach the dim's end."""
+    """A slice that is written into a padded dim must reach the dim's end."""
     x, source = call.operands
     dim = call.argument(2, "dim", 0) % len(x.dims)
     others = [(one, other) for place, (one, other) in enumerate(zip(x.dims, source.dims, strict=True)) if place != dim]
@@ -270,10 +261,7 @@ def _operand_and_dim(call: PaddedCall) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """Return the padded value of concatenated tensors.
-
-    Along the dim, all elements after the first padding must equal the number in this padding.
-    """
+    """Along the dim, all elements after the first padding must equal the number in this padding."""
     ranks = [len(value.dims) for value in call.operands]
     dim = call.argument(1, "dim", 0) % max(ranks)
     pieces = [value for value in call.operands if value.shape(0) != (0,) or max(ranks) == 1]
@@ -308,10 +296,7 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """Return the padded value of a tensor that the call pads with a number.
-
-    Behind a dim with padding, the number must equal the number in that padding.
-    """
+    """Behind a dim with padding, the call must pad with the number in that padding."""
     (x,) = call.operands
     amounts: Sequence[int] = call.argument(1, "pad")
     number = constant(call.argument(2, "value", 0))
@@ -344,10 +329,10 @@ def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: PaddedCon
 
 
 def _triangle(call: PaddedCall, *, is_lower: bool) -> Results:
-    """Return the padded value of a matrix of which only a triangle is kept. Other elements become zero.
+    """Elements outside of the triangle become zero.
 
-    A lower triangle has the elements with column - row <= `diagonal`. An upper triangle has the elements with
-    column - row >= `diagonal`.
+    A lower triangle has the elements with column - row <= `diagonal`, an upper triangle those with column - row >=
+    `diagonal`.
     """
     (x,) = call.operands
     diagonal = call.argument(1, "diagonal", 0)

@@ -1,8 +1,8 @@
 """A call with padding beside the same call without padding, and a table of functions by operator.
 
-A function of the table takes such a call and returns the padded values of its results. It checks that the clean part of
-each result depends only on the clean parts of the operands, by the same numbers in both programs. Otherwise it raises
-`ReachedError`. Operators outside the table follow their sharding rules (`by_rule`).
+A function of the table returns the padded values of a call's results. The function checks that clean parts of results
+depend only on clean parts of operands, with equal numbers in both programs. Otherwise it raises `ReachedError`.
+Operators outside the table follow their sharding rules (`by_rule`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class PaddedCall:
     """A call in the program with padding (the padded program), and the same call in the exact program, without padding.
 
     Args:
-        node: the call in the padded program.
-        exact: the call in the exact program.
         operands: the padded values of the call's tensor operands, in order.
         values: the padded value of each node before the call.
         has_gradient: whether gradients of parameters, or of inputs, flow through the call.
@@ -44,7 +42,7 @@ class PaddedCall:
 
     @property
     def target(self) -> Any:
-        """The operator that is called."""
+        """The operator that both calls run."""
         return self.node.target
 
     @property
@@ -78,14 +76,7 @@ class PaddedCall:
         return tuple(((padded, exact),) for padded, exact in zip(self.shapes(0)[0], self.shapes(1)[0], strict=True))
 
     def check_weights(self, contents: Iterable[PaddedContent]) -> None:
-        """Check that a softmax has no NaN weights in padding, because these give NaN gradients.
-
-        Args:
-            contents: the contents of the softmax in padding.
-
-        Raises:
-            ReachedError: weights may be NaN.
-        """
+        """Raise `ReachedError` if a softmax may have NaN weights in padding, because these give NaN gradients."""
         if (
             self.has_gradient
             and is_softmax(self.node)
@@ -97,8 +88,9 @@ class PaddedCall:
         """Return the content of a region of the first result, given the contents of the operands there.
 
         Raises:
-            ReachedError: gradients may be infinite or NaN in padding. A later zero does not remove such a gradient,
-                because zero times infinity is NaN. So it would reach parameters.
+            ReachedError: gradients may be infinite or NaN in padding. Zero times infinity is NaN, so a later zero would
+                not
+                keep such a gradient from parameters.
         """
         if region and self.has_gradient and not stays_finite(self.node, operands):
             raise ReachedError(_NO_GRADIENT)
@@ -107,7 +99,7 @@ class PaddedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An operator's function, and the arguments that may differ between padded and exact call."""
+    """`sizes`: positions or names of arguments that may differ between padded and exact call."""
 
     function: CallFunction
     sizes: frozenset[int | str]
@@ -119,9 +111,7 @@ _entries: dict[Any, _Entry] = {}
 def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallFunction], CallFunction]:
     """Return a decorator that registers a function for operators.
 
-    Args:
-        operators: operator overloads.
-        sizes: positions of arguments that are sizes or indices, which may differ between padded and exact call.
+    `sizes` has positions of arguments that are sizes or indices, which may differ between padded and exact call.
     """
 
     def register(function: CallFunction) -> CallFunction:
@@ -134,11 +124,7 @@ def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallF
 
 
 def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
-    """Return the padded values of a call's results.
-
-    Args:
-        call: the call.
-        by_rule: the function for operators outside the table.
+    """Return the padded values of a call's results, by the table or else by `by_rule`.
 
     Raises:
         ReachedError: padding may reach the clean part of a result.
@@ -151,7 +137,7 @@ def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
 
 
 def _check_arguments(call: PaddedCall, sizes: Collection[int | str]) -> None:
-    """Check that both calls have equal constant arguments, except those in `sizes`, which the function checks."""
+    """Both calls must have equal constant arguments, except those in `sizes`, which the operator's function checks."""
     pairs = [*enumerate(zip(call.node.args, call.exact.args, strict=True))]
     named = [(name, (value, call.exact.kwargs[name])) for name, value in call.node.kwargs.items()]
     for place, (padded, exact) in [*pairs, *named]:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from passes.padding.contents import PaddedContent, either
 
 Part = tuple[int, int]
-"""A part of a dim: its size in the padded program, and its size in the exact program."""
+"""The size of a part of a dim in the padded program, and its size in the exact program."""
 
 Dim = tuple[Part, ...]
 
 Place = tuple[int, int]
-"""The position of a part: the index of its dim, and its index among the parts of the dim."""
+"""The index of a dim, and the index of a part among the parts of the dim."""
 
 Region = frozenset[Place]
 
@@ -40,12 +40,7 @@ class ReachedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PaddedValue:
-    """A tensor of the padded program, compared with the same tensor of the exact program.
-
-    Args:
-        dims: the parts of each dim.
-        contents: region to the numbers that it may contain.
-    """
+    """A tensor of the padded program: the parts of each dim, and the numbers that each region may contain."""
 
     dims: tuple[Dim, ...]
     contents: Mapping[Region, PaddedContent]
@@ -60,28 +55,28 @@ class PaddedValue:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The places of all padded parts."""
+        """The places of this tensor's padded parts, in order."""
         return padded_places(self.dims)
 
     @property
     def is_padded(self) -> bool:
-        """Whether any part is padded."""
+        """Whether any part of any dim is padded."""
         return bool(self.places)
 
     def part(self, place: Place) -> Part:
-        """Return the padded and the exact size of a part."""
+        """Return the padded and the exact size of the part at a place."""
         return self.dims[place[0]][place[1]]
 
     def content(self, region: Iterable[Place]) -> PaddedContent:
-        """Return the content of a region."""
+        """Return the numbers that a region of this tensor may contain."""
         return self.contents[frozenset(region)]
 
     def is_dim_padded(self, dim: int) -> bool:
-        """Whether a dim has a padded part."""
+        """Whether dim number `dim` has a padded part."""
         return any(map(is_padded_part, self.dims[dim]))
 
     def plain_part(self, dim: int) -> Part:
-        """Return the sizes of a dim that is a single part, or whose parts are all without padding.
+        """Return the padded and the exact size of a dim that is a single part, or whose parts are all without padding.
 
         Raises:
             ReachedError: the dim is a product of several parts, and a part is padded.
@@ -93,7 +88,7 @@ class PaddedValue:
         return (size := math.prod(exact for _, exact in self.dims[dim]), size)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of the tensor, in the padded program for index 0, in the exact program for index 1."""
+        """Return the tensor's shape, in the padded program for index 0, in the exact program for index 1."""
         return tuple(math.prod(part[index] for part in dim) for dim in self.dims)
 
     def replaced(self, dim: int, part: Part, content: Callable[[Region], PaddedContent]) -> PaddedValue:
@@ -114,11 +109,7 @@ def padded_places(dims: Sequence[Dim]) -> tuple[Place, ...]:
 
 
 def regions_of(places: Sequence[Place]) -> Iterator[Region]:
-    """Yield all regions of a tensor with padded parts at these places, the clean part first.
-
-    Raises:
-        ReachedError: there are more than `_MOST` padded parts.
-    """
+    """Yield all regions of a tensor with padding at `places`, the clean part first; `ReachedError` above `_MOST`."""
     if len(places) > _MOST:
         raise ReachedError(f"has more than {_MOST} padded dims")
     for count in range(len(places) + 1):

@@ -53,15 +53,12 @@ def prove_padding(
     length: int,
     fills: Mapping[str, float],
 ) -> PaddingProof:
-    """Try to prove that padding reaches no result of a call, and find the dims of results that are padded.
-
-    The proof that is returned has the padded dims of each result, or the reason why the proof fails.
+    """Try to prove that padding reaches no result of a call; return each result's padded dims, or why this fails.
 
     Args:
         trace: traces the program of a call.
-        padded: the call with padded inputs.
+        padded: the call with padded inputs, of length `length`.
         exact: length to the call with inputs of this length, without padding.
-        length: length of the padded inputs.
         fills: name of an input in programs ("input:0") to the number in its padding.
     """
     reason, trained = "", _trained(padded)
@@ -106,21 +103,11 @@ def _check_gradients(program: Program) -> None:
 
 
 class _Pair:
-    """A padded program and an exact program."""
-
     def __init__(self, padded: Program, exact: Program, fills: Mapping[str, float], trained: Collection[str]) -> None:
         self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
 
     def cuts(self, length: int, exact: int) -> Mapping[int, SizeDifferences]:
-        """Prove that padding reaches no result; return the padded dims of each output, by the output's number.
-
-        Args:
-            length: length of the padded inputs.
-            exact: length of the exact inputs.
-
-        Raises:
-            ReachedError: padding may reach a result.
-        """
+        """Return each output's padded dims by the output's number; `ReachedError` if padding may reach a result."""
         self._check_alike()
         inputs = self._inputs()
         values = _PaddedWalk(self._padded.graph_module, self._exact.graph_module, self._with_gradients()).run(inputs)
@@ -148,7 +135,6 @@ class _Pair:
             raise ReachedError("a number among the results depends on the length")
 
     def _inputs(self) -> dict[str, PaddedValue]:
-        """Return the padded value of each placeholder, by node name."""
         found: dict[str, PaddedValue] = {}
         nodes, others = self._padded.nodes_by_name(), self._exact.nodes_by_name()
         for slot, other in zip(self._padded.inputs, self._exact.inputs, strict=True):
@@ -158,7 +144,6 @@ class _Pair:
         return found
 
     def _with_gradients(self) -> set[str]:
-        """Return the names of the placeholders that need gradients."""
         return {slot.node for slot in self._padded.inputs if slot.name in self._trained}
 
     def _check_guards(self, inputs: Mapping[str, PaddedValue]) -> None:
@@ -206,23 +191,14 @@ def _size_differences(value: PaddedValue, name: str, length: int, exact: int) ->
 
 @dataclass(slots=True)
 class _PaddedWalk:
-    """A walk along the nodes of a padded graph beside those of the exact graph.
-
-    Args:
-        padded, exact: the two graphs.
-        differentiable: names of the placeholders that need gradients, and of all values computed from them.
-    """
+    """`differentiable`: names of the placeholders that need gradients, and of all values computed from them."""
 
     padded: fx.GraphModule
     exact: fx.GraphModule
     differentiable: set[str] = field(default_factory=set)
 
     def run(self, inputs: Mapping[str, PaddedValue]) -> Values:
-        """Return the padded values of all nodes, given those of the placeholders by name.
-
-        Raises:
-            ReachedError: a node's clean part may depend on padding; the text names the node.
-        """
+        """Return the padded values of all nodes; a `ReachedError` names the node whose clean part padding may reach."""
         values: Values = {}
         twins: dict[fx.Node, fx.Node] = {}
         graphs = (self.padded.graph, self.exact.graph)

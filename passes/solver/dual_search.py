@@ -45,10 +45,9 @@ class DualSearch:
     Args:
         tolerance: relative gap between choice and bound at which the search ends.
         max_rounds: the most rounds of message passing.
-        raises_multipliers: whether to raise the multipliers (step 4) even if a choice already fits.
-        merges_above: relative gap above which step 6 combines the seen choices (`merge_choices`).
-        control: receives the best cost and the bound after each round. It may stop the search after any round, repair
-            or change of a variable.
+        raises_multipliers: whether to take step 4 even if a choice already fits.
+        merges_above: relative gap above which step 6 combines the seen choices.
+        control: receives the best cost and the bound after each round, and may stop the search.
     """
 
     tolerance: float = 1e-3
@@ -93,8 +92,7 @@ class DualSearch:
     def _find_any(self, state: DualState, find_small_peak: Callable[[], Sequence[int]] | None) -> None:
         """Look for any choice that fits: combine the seen choices, then call `find_small_peak`.
 
-        If one fits, run more rounds. It bounds the multipliers, the price of a byte, so further rounds come closer to
-        the optimum.
+        A choice that fits bounds the multipliers, so further rounds then come closer to the optimum.
         """
         if self.merges_above < math.inf:
             merge(state, self.merges_above)

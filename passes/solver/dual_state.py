@@ -25,7 +25,7 @@ _MOST_FACTORS = 8
 """The most factors that `DualState.raise_multipliers` tries in its search for higher multipliers."""
 
 _REACH = 0.03
-"""The initial `DualState.reach`, in the unit of `_best_multipliers`."""
+"""Initial value of `DualState.reach`."""
 
 _PASSES = 4
 """Message passes (each forward and back) between two updates of the multipliers."""
@@ -33,11 +33,9 @@ _PASSES = 4
 
 @dataclass(slots=True)
 class DualState:
-    """The state of one search.
+    """The state of one search for the cheapest choice in `problem` (`dual_search`).
 
     Args:
-        problem, usage, row_at, control: see `DualSearch`.
-        messages: the messages between variables.
         rows: memory rows of the program points that have a multiplier, by point.
         multipliers: the current multipliers in seconds per byte, by program point.
         best_multipliers: the multipliers that gave `bound`.
@@ -45,7 +43,8 @@ class DualState:
         best, best_cost: the cheapest seen choice that fits, and its cost in seconds.
         bound: proven lower bound of the optimum, in seconds.
         distances: `best_cost / bound - 1` after each round.
-        reach: how far a new multiplier may lie above its best value, in the unit of `_best_multipliers`.
+        reach: how far a new multiplier may lie above its best value, in units of (highest cost) / (most
+            bytes by which a choice misses the memory limit).
         is_far: whether the last update of the multipliers took any of them to this limit.
     """
 
@@ -77,7 +76,7 @@ class DualState:
                 return
 
     def row(self, point: int) -> MemoryRow:
-        """Return the memory row of a point."""
+        """Return the memory row of a program point, from `rows` or newly built."""
         return self.rows[point] if point in self.rows else self.row_at(point)
 
     def round(self) -> None:
@@ -94,31 +93,24 @@ class DualState:
             self._move_multipliers()
 
     def _set_reach(self, is_better: bool) -> None:
-        """Widen the reach after a better bound, and narrow it after a worse bound.
-
-        The reach stays as it is if no multiplier came up to its limit in the last update.
-        """
+        """Widen the reach after a better bound, and narrow it after a worse bound, if the last update reached it."""
         if self.is_far:
             self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
     def has_stalled(self) -> bool:
-        """Whether the gap has hardly shrunk over the last rounds, though a choice fits.
+        """Whether some choice fits and the gap has shrunk by less than 3 % over the last `_PATIENCE` rounds.
 
-        The gap is measured relative to the bound. Relative to the cost of a bad choice, even a doubled bound would
-        hardly show.
+        The gap is relative to the bound: relative to the cost of a bad choice, even a doubled bound would hardly show.
         """
         found = self.distances
         return len(found) > _PATIENCE and found[-1] > 0.97 * found[-_PATIENCE] and np.isfinite(found[-1])
 
     def finds_nothing(self) -> bool:
-        """Whether no choice fits after many rounds."""
+        """Whether no seen choice fits after `_HOPEFUL` rounds."""
         return len(self.distances) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
-        """Return the part of the Lagrangian that no option changes, in seconds, with its sign reversed.
-
-        Messages do not know this constant: the sum over points of multiplier * (limit - constant bytes).
-        """
+        """Return the sum over points of multiplier * (limit - constant bytes) in seconds, unknown to messages."""
         return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
 
     def offer(self, choice: Sequence[int]) -> None:
@@ -150,14 +142,13 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Pass the current multipliers to the messages, as prices of memory."""
+        """Set the messages' prices of memory to the current multipliers."""
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def raise_multipliers(self) -> None:
-        """Offer the choices that messages round to under higher multipliers.
+        """Find by bisection the smallest factor on all best multipliers whose rounded choice fits; offer each choice.
 
-        A bisection looks for the smallest factor on all best multipliers with which the rounded choice fits. Afterwards
-        the best multipliers are in force again.
+        Afterwards the best multipliers are in force again.
         """
         if not any(self.best_multipliers.values()):
             return
@@ -180,9 +171,9 @@ class DualState:
         self.weigh()
 
     def repair(self) -> None:
-        """Take the seen choices that exceed the memory limit and cost less than the best; change them until they fit.
+        """Make seen choices fit that cost less than the best but exceed the memory limit; offer each repaired choice.
 
-        Only the `_REPAIRS` choices of the least Lagrangian are changed. Each repaired choice is offered.
+        Only the `_REPAIRS` choices of the least Lagrangian are repaired.
         """
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
@@ -194,10 +185,7 @@ class DualState:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
     def _changed_to_fit(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return a choice that fits, made from `choice` by changes of one variable; each saves bytes at the peak.
-
-        Return None if no change saves bytes any more, or if the search is over.
-        """
+        """Return a choice that fits, by single changes that save bytes at the peak; None if no more change helps."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
@@ -215,10 +203,7 @@ class DualState:
         return choice
 
     def _saving_changes(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Return pairs (variable, option) that save bytes in a memory row, the least cost per saved byte first.
-
-        Each variable has at most one pair. Saved bytes beyond `wanted` have no value.
-        """
+        """Return (variable, option), one per variable, by cost per saved byte; bytes beyond `wanted` do not count."""
         found: list[tuple[float, int, int]] = []
         for variable, sizes in row.variables.items():
             saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
@@ -264,21 +249,19 @@ class DualState:
 
 
 _PATIENCE = 8
-"""Number of rounds within which the gap has to shrink by three per cent of itself for the search to go on."""
+"""Within this number of rounds the gap has to shrink by 3 % of itself, or the search ends."""
 
 _HOPEFUL = 24
-"""Number of rounds within which a choice that fits has to be found."""
+"""Within this number of rounds a choice that fits has to be found, or the search ends."""
 
 _FURTHER = 3.0
 """Factor by which the reach grows after a better bound, and shrinks after a worse bound.
 
-The reach is needed because cuts do not limit the multipliers until some choice fits. Messages under far too large
-multipliers round to bad choices.
+Until some choice fits, only the reach limits the multipliers, and far too large multipliers give bad choices.
 """
 
 _NEAREST = 1.0
-"""Each multiplier may exceed its best value by this fraction of the largest best multiplier, even if the reach is less.
-"""
+"""Each multiplier may exceed its best value by this fraction of the largest best value, even if the reach is less."""
 
 _POINTS_WEIGHED = 16
 """The most program points that get a multiplier. A training step of 139 nodes needs 3.
@@ -290,14 +273,13 @@ The bound is true with any number of points. Choices that exceed the limit at ot
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
     """Return the multipliers that maximise the smallest cut, and whether any multiplier reached its upper limit.
 
-    This is a linear program. It scales multipliers by a unit: the highest cost over the most bytes by which a choice
-    misses the memory limit. Each multiplier may exceed `previous` by `reach` units, or by `_NEAREST` of the largest.
+    A linear program, with multipliers in units of (highest cost) / (most bytes by which a choice misses the memory
+    limit). Each multiplier may exceed `previous` by `reach` units, or by `_NEAREST` of the largest.
 
     Args:
         costs: seconds of each seen choice, [cuts].
         slack: bytes of each seen choice above the memory limit, negative if below, [cuts, points].
         previous: the best multipliers so far, seconds per byte, [points].
-        reach: the increase that each multiplier may always make, in units.
     """
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
     count, before = slack.shape[1], previous * unit_bytes / unit_cost

@@ -29,13 +29,12 @@ from passes.solver.solve_milp import Effort, solve_milp
 _COLUMNS = 1e5
 """The most work of one solve: columns of the mixed-integer program, times nodes of the branch-and-bound tree.
 
-With this number, a Llama of 13 billion parameters with repeated blocks left out gets some 80 nodes, in 0.3 s. A GPT-2
-of two layers gets 20 nodes. For this GPT-2, 100 nodes took up to 20 s and made steps at most 0.9 % cheaper. Its memory
-limits were 0.2 to 0.7 of its memory (2026-11-28).
+A Llama 13B with repeated blocks left out gets some 80 nodes, in 0.3 s; a GPT-2 of two layers gets 20. With 100 nodes,
+the GPT-2 took up to 20 s, for steps at most 0.9 % cheaper (2026-11-28).
 """
 
 _SOLVED = 40
-"""The most mixed-integer programs that one merge solves. Each has more memory rows than the program before it."""
+"""The most mixed-integer programs that one merge solves, each with more memory rows than the program before."""
 
 _ROUNDING = 1e-9
 """Relative error of the solver's costs. Costs that differ by less count as equal."""
@@ -45,7 +44,7 @@ def merge(state: DualState, tolerance: float) -> None:
     """Combine the choices that a search has seen into a cheaper choice that fits, and offer this choice to the search.
 
     Args:
-        state: the state of a search after rounds of message passing. Its best choice may be replaced, or be None.
+        state: the state of a search after rounds of message passing; its best choice may be None.
         tolerance: relative gap at which the search ends.
     """
     if not state.cuts:
@@ -87,10 +86,7 @@ _MOST_PEAKS = 4
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """Return the program points of the highest peaks above `limit`, at most `_MOST_PEAKS`, the highest first.
-
-    Consecutive points above the limit have one peak.
-    """
+    """Return the highest point of each run of consecutive points above `limit`, of the `_MOST_PEAKS` highest runs."""
     over = np.flatnonzero(used > limit)
     if not len(over):
         return []

@@ -45,7 +45,7 @@ class Messages:
         self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Set the costs to the problem's costs plus weight times bytes, for all memory rows. Messages stay unchanged.
+        """Set the costs to the problem's costs plus weight times bytes of the given rows. Messages stay unchanged.
 
         Forbidden pairs also get the largest difference that bytes can make, so they stay dearer than allowed pairs.
 
@@ -67,7 +67,7 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * sizes
 
     def _allowed_row(self, row: MemoryRow) -> _AllowedRow:
-        """Return a memory row without the options that are left out. Rows are cached."""
+        """Return a memory row without options of infinite cost; rows are cached by identity."""
         if id(row) not in self._rows:
             variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
             edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
@@ -76,16 +76,13 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Return `costs` of an edge without the options that are left out. The earlier variable's options are rows."""
+        """Return allowed options' `costs` of an edge, [earlier variable's options, later variable's options]."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Pass messages forward and back `times` times.
-
-        Return the best lower bound of these passes, and a choice rounded from the messages before the last pass.
-        """
+        """Pass messages forward and back; return the best bound, in seconds, and a choice from before the last pass."""
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._original_options(self._round()) if not left else ()
@@ -94,7 +91,7 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """Return the table of each edge, with a finite cap in place of infinite costs. Equal edges share one array."""
+        """Return each edge's table with a finite cap in place of infinity; edges with equal tables share one array."""
         made: dict[tuple[int, ...], Floats] = {}
 
         def capped(edge: Edge) -> Floats:
@@ -106,18 +103,13 @@ class Messages:
         return [capped(edge) for edge in self._problem.edges]
 
     def _original_options(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Turn indices among the allowed options into the problem's own numbers of options."""
         return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
 
     def _allowed_index(self, variable: int, option: int) -> int:
-        """Return the index of one of the problem's options among the allowed options of its variable."""
         return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """Return a choice made in program order.
-
-        Each variable takes the option of least cost, given earlier variables' options and messages from later ones.
-        """
+        """Choose in program order each variable's cheapest option, given earlier choices and later messages."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -162,10 +154,7 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable of a choice at a time, as long as the cost with weighed bytes falls; return the result.
-
-        This method is known as iterated conditional modes.
-        """
+        """Change single variables while the choice gets cheaper with weighed bytes (iterated conditional modes)."""
         current = [self._allowed_index(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
@@ -182,10 +171,7 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """Return the seconds of each option of `variable`, [options]; the other variables stay as in `choice`.
-
-        Weighed bytes are not included.
-        """
+        """Return the seconds of each option of a variable, without weighed bytes; other variables have their choice."""
         allowed = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:
@@ -206,15 +192,14 @@ class Messages:
 
 
 _FURTHER = 4.0
-"""Forbidden pairs are raised by this multiple of the needed increase, so that they seldom need a second increase."""
+"""Factor on the needed increase of forbidden pairs, so that a second increase is seldom needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RaisedCosts:
-    """Costs of options and tables of pairs, in which each forbidden entry costs `raised_by` more than the cap.
+    """Costs and tables in which a forbidden entry costs `raised_by` more than the cap, which stands in for infinity.
 
-    The cap is the finite cost that replaces infinity. Two variables or edges that shared one array before share one
-    array here.
+    Arrays that variables or edges shared before are shared here too.
     """
 
     raised_by: float
@@ -223,7 +208,7 @@ class _RaisedCosts:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _RaisedCosts:
-        """Return the costs and tables with `most` added to each forbidden entry, which is an entry of `cap` or more."""
+        """Return the costs and tables with `most` added to each entry of `cap` or more."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
             if id(table) not in known:
@@ -233,11 +218,11 @@ class _RaisedCosts:
 
 
 _least = np.minimum.reduce
-"""Return the least element along an axis, as `ndarray.min` does, but faster."""
+"""`ndarray.min` along an axis, but faster."""
 
 
 class _Vectors:
-    """The messages of all edges, one vector for each edge, stored one after another in one array."""
+    """The messages of all edges, one vector for each edge, in one array."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
@@ -254,12 +239,9 @@ class _Vectors:
 
 @dataclass(frozen=True, slots=True)
 class _AllowedRow:
-    """A memory row without the options that are left out.
+    """A memory row without options of infinite cost; arrays of edges are laid out as the tables of `Messages`.
 
-    Args:
-        row: the row with all options.
-        variables, edges: bytes as in `MemoryRow`; an edge's array is laid out as its table.
-        spread: the most bytes by which two choices can differ in this row.
+    The original `row` keeps its identity alive. `spread` is the most bytes by which two choices can differ in this row.
     """
 
     row: MemoryRow
@@ -269,10 +251,7 @@ class _AllowedRow:
 
 
 def _allowed(problem: Assignment) -> list[np.ndarray]:
-    """Return the indices of each variable's options of finite cost, or of all options if no cost is finite.
-
-    Variables with equal indices share one array.
-    """
+    """Return the indices of each variable's finite options, or of all if none is finite. Equal results share memory."""
     made: dict[tuple[int, bytes], np.ndarray] = {}
 
     def allowed(cost: Floats) -> np.ndarray:
@@ -284,7 +263,7 @@ def _allowed(problem: Assignment) -> list[np.ndarray]:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """Return a finite cost, above the cost of every allowed choice, that replaces infinity."""
+    """Return a finite stand-in for infinity, in seconds, above the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

@@ -16,15 +16,12 @@ from threadpoolctl import ThreadpoolController
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread within this context, or while the decorated function runs.
-
-    Afterwards BLAS has its former number of threads.
-    """
+    """Limit BLAS to one thread within this context or decorated function, then restore the number of threads."""
     with _libraries().limit(limits=1, user_api="blas"):
         yield
 
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """Return a controller of the thread pools in this process. It is cached, because finding them is slow."""
+    """Cached, because finding the libraries is slow."""
     return ThreadpoolController()

@@ -22,20 +22,15 @@ import numpy as np
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 _MAX_TABLE = 40_000_000
-"""The most entries of a table that elimination builds: options of the variable times options of both neighbours."""
+"""The most entries of a table that elimination builds: options of a variable times options of its two neighbours."""
 
 _Decide = Callable[[list[int]], int]
-"""A function that takes the options of all variables decided so far, and returns the option of one more variable."""
+"""Takes the options of all variables decided so far, and returns the option of one more variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A smaller assignment. Its optimum plus `constant` is the optimum of the original assignment.
-
-    Args:
-        problem: the smaller assignment; may have no variable.
-        constant: seconds that elimination took out of the costs.
-    """
+    """A smaller assignment, maybe of no variable; its optimum plus `constant` seconds is the original optimum."""
 
     problem: Assignment
     constant: float
@@ -44,7 +39,7 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Turn a choice for the smaller assignment into the best matching choice for the original assignment."""
+        """Return the best choice for the original assignment that agrees with a choice for the smaller assignment."""
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
             full[variable] = int(self._options[variable][option])
@@ -54,7 +49,7 @@ class Reduced:
 
 
 def reduce_assignment(problem: Assignment) -> Reduced:
-    """Apply both reductions of the module's docstring until neither changes anything."""
+    """Return the smaller assignment after repeating the module docstring's two reductions until neither changes it."""
     state = _State.of(problem)
     queue = set(range(len(problem.costs)))
     while queue:
@@ -72,7 +67,7 @@ def reduce_assignment(problem: Assignment) -> Reduced:
 
 @dataclass(slots=True)
 class _State:
-    """Costs, tables of pairs and memory rows of the variables that remain; reductions change them in place.
+    """Costs, tables of pairs and memory rows of the remaining variables, changed in place.
 
     `options` has the original indices of each variable's remaining options. Variables in memory rows are `pinned`, and
     eliminated variables are `gone`.
@@ -114,7 +109,7 @@ class _State:
         )
 
     def table(self, first: int, second: int) -> Floats:
-        """Return the costs of pairs of options of two variables, [options of `first`, options of `second`]."""
+        """[options of `first`, options of `second`], in seconds."""
         return self.tables[first, second] if first < second else self.tables[second, first].T
 
     def add_table(self, first: int, second: int, table: Floats) -> None:
@@ -124,7 +119,6 @@ class _State:
         self.neighbours[second].add(first)
 
     def drop_dominated(self, variable: int) -> bool:
-        """Remove dominated options of `variable`; return whether any were removed."""
         allowed = self._allowed(variable)
         if allowed.any() and not allowed.all():
             self._keep_options(variable, np.flatnonzero(allowed))
@@ -163,7 +157,7 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Eliminate `variable` if it is in no memory row and has few neighbours; return whether it was eliminated."""
+        """Eliminate `variable` unless a memory row has it, it has many neighbours, or its table is too large."""
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False
@@ -208,8 +202,7 @@ class _State:
     def _record(self, variable: int, position: _Decide) -> None:
         """Record how `Reduced.expand` decides an eliminated variable.
 
-        `position` takes the original options of all decided variables. It returns an index among the remaining options
-        of `variable`, which is turned into an original option.
+        `position` takes original options of the decided variables, and returns an index among the remaining options.
         """
         options = self.options[variable]
         self.eliminated.append((variable, lambda full: int(options[position(full)])))

@@ -22,12 +22,12 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of a search.
+    """The progress of one search for a plan, as shown to the user.
 
     Args:
-        problem: name of the problem that is searched: a known recipe, or `ALL_PLANS`.
-        best: cost of the cheapest choice so far that fits, in seconds; infinite if there is none yet.
-        lower_bound: proven lower bound of the cost of every choice of the problem, in seconds.
+        problem: a known recipe's name, or `ALL_PLANS`.
+        best: seconds of the cheapest choice so far that fits; infinite before the first.
+        lower_bound: seconds; no choice of the problem costs less.
     """
 
     problem: str
@@ -37,11 +37,9 @@ class Progress:
 
 @dataclass(slots=True)
 class Ceiling:
-    """The time at which all searches for a plan have to end.
+    """The end of all searches for one plan, on the clock of `time.monotonic`.
 
-    Args:
-        until: the end, on the clock of `time.monotonic`.
-        has_cut: whether the ceiling has ended a search that would have gone on.
+    `has_cut` tells whether the ceiling has ended a search early.
     """
 
     until: float = math.inf
@@ -49,14 +47,11 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return the ceiling of searches that begin now and may take `seconds` together."""
+        """Return a ceiling `seconds` from now, for all searches together."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Return whether time is up; if it is, record that a search was cut.
-
-        Call this method only where a search would go on.
-        """
+        """Return whether time is up, and record a cut if so; call this only where a search would go on."""
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(
@@ -79,9 +74,9 @@ class SearchControl:
 
     Args:
         show: called from time to time with the state of the search.
-        is_stopped: whether searches have to end as soon as they have a choice to give. `stop` sets it.
+        is_stopped: whether searches end at their next choice. `stop` sets it.
         problem: name of the problem that is searched now, as in `Progress`.
-        is_building: whether a problem is being built (`building`).
+        is_building: whether a problem is being built, so that no choice exists yet.
         ceiling: the time limit, shared with other searches for the same plan.
     """
 
@@ -93,7 +88,7 @@ class SearchControl:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """Return the control of a search that begins now and may take `seconds`."""
+        """Return a control whose ceiling is `seconds` from now."""
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
@@ -138,6 +133,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Report the state of the search to `show`: the best cost and the proven lower bound, both in seconds."""
+        """Call `show` with the best cost and the proven lower bound of the current problem, both in seconds."""
         if self.show is not None:
             self.show(Progress(self.problem, best, max(0.0, lower_bound)))

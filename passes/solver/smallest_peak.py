@@ -22,7 +22,7 @@ _PASSES = 3
 
 _RATE = 4.0
 _FORBIDDEN = 10.0
-"""Cost of a forbidden option, as a multiple of the peak of the first choice. Costs are bytes in this search."""
+"""Cost of a forbidden option, in peaks of the first choice. Costs are bytes in this search."""
 
 
 def choice_of_smallest_peak(
@@ -36,9 +36,8 @@ def choice_of_smallest_peak(
 
     Args:
         problem, usage, row_at: see `DualSearch.__call__`.
-        enough: the search ends at a choice whose peak is at most this number of bytes.
-        hopeless: the search ends, and returns (), once the peaks of all choices are proven to exceed this number of
-            bytes.
+        enough: bytes; the search ends at a choice with this peak or less.
+        hopeless: bytes; the search returns () once every choice is proven to have a larger peak.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -66,7 +65,7 @@ def choice_of_smallest_peak(
 
 
 def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
-    """Return the problem without memory rows; allowed options and pairs cost zero, forbidden ones cost `forbidden`."""
+    """Drop memory rows; price allowed options and pairs at zero, and forbidden options and pairs at `forbidden`."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(costs), 0.0, forbidden)

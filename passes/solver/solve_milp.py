@@ -36,18 +36,16 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of the solver's branch-and-bound search.
+    """Limits of the branch-and-bound search: the relative gap at which the search ends, and its work.
 
-    Args:
-        relative_gap: the relative gap between choice and bound at which the search ends.
-        most_columns: the most columns of the program times nodes of the tree. A larger program gets fewer nodes.
+    `most_columns` is columns times nodes of the tree: a larger program gets fewer nodes.
     """
 
     relative_gap: float
     most_columns: float
 
     def most_nodes(self, columns: int) -> int:
-        """Return the most nodes that the tree of a program with this many columns may have."""
+        """Return how many nodes the tree of a program with `columns` columns may have, at least one."""
         return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / columns)))
 
 
@@ -64,11 +62,9 @@ def solve_milp(
     """Return a cheapest choice that fits, or None if no choice that costs less than `below` fits.
 
     Args:
-        problem: the assignment.
         control: receives the bound while the solver runs. If the control stops the solver, the best choice so far is
             returned, with the bound proven by then.
         below: seconds; a choice that costs this much or more is not returned.
-        effort: limits of the search.
 
     Raises:
         TimeoutError: the search was stopped, or its effort was used up, before a choice was found.
@@ -94,7 +90,7 @@ def solve_milp(
 
 
 _GoesOn = Callable[[float], bool]
-"""A function that takes the proven lower bound, in seconds, and returns whether the solver goes on."""
+"""Takes the proven lower bound, in seconds, and returns whether the solver goes on."""
 
 
 def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
@@ -123,14 +119,12 @@ def _solve(
 
 @dataclass(slots=True)
 class _Columns:
-    """Columns of the model under construction: cost, upper bound, and whether the column is an integer."""
-
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
 
     def add(self, costs: Floats, *, integer: bool) -> int:
-        """Add one column per cost; return the index of the first. A column of infinite cost is fixed to zero."""
+        """Add one column per cost, fixed to zero if the cost is infinite; return the index of the first column."""
         first = len(self.cost)
         finite = np.isfinite(costs)
         self.cost += np.where(finite, costs, 0.0).tolist()
@@ -141,13 +135,7 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Rows:
-    """Sparse rows of the model under construction.
-
-    Args:
-        lower, upper: bounds of each row.
-        start: for each row, the position of its first entry in `index` and `value`; then their length.
-        index, value: column and coefficient of each entry.
-    """
+    """Sparse rows in compressed form: `start` has the position of each row's first entry, then their total number."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -164,8 +152,6 @@ class _Rows:
 
 
 class _Model:
-    """The mixed-integer program of one assignment."""
-
     def __init__(self, problem: Assignment) -> None:
         self._problem = problem
         self._columns, self._rows = _Columns(), _Rows()
@@ -200,10 +186,8 @@ class _Model:
     def _add_group_rows(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
         """Add a row for each group of a variable's options: the group's pairs sum to the group's options.
 
-        Args:
-            flows: columns of the pairs of groups, [groups, groups of the other variable].
-            first: the column of the variable's first option.
-            groups: the group of each option, [options].
+        `flows` has columns of pairs, [groups, groups of the other variable]; `first` is the column of the variable's
+        first option; `groups` is [options].
         """
         members: list[list[int]] = [[] for _ in flows]
         for option, group in enumerate(groups.tolist(), first):
@@ -230,11 +214,7 @@ class _Model:
         below: float = math.inf,
         effort: Effort = UNLIMITED,
     ) -> bool:
-        """Solve the program; return whether it has a choice that costs less than `below` seconds.
-
-        Raises:
-            TimeoutError: the solver ended early, without such a choice.
-        """
+        """Solve; return whether a choice costs less than `below` seconds. `TimeoutError`: the solver ended unsure."""
         highs = self._highs
         for option, value in _options(effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
@@ -260,8 +240,8 @@ class _Model:
     def _check_bound(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
         """Pass the solver's bound to `goes_on`, and interrupt the solver if the answer is False.
 
-        HiGHS calls this between two steps, in the main thread, so Python notices Ctrl-C. An exception must not pass
-        through the solver's code. It is stored, and `run` raises it after the solver has ended.
+        HiGHS calls this in the main thread, so Python notices Ctrl-C. An exception must not pass through the solver's
+        code, so `run` raises it after the solver has ended.
         """
         try:
             is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
@@ -287,24 +267,18 @@ class _Model:
         return program
 
     def choice(self) -> tuple[int, ...]:
-        """Return the index of the chosen option of each variable."""
         solution = np.array(self._highs.getSolution().col_value)
         sizes = [len(cost) for cost in self._problem.costs]
         return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
 
     def bound(self) -> float:
-        """Return the proven lower bound of the objective, in seconds."""
+        """Return the proven lower bound, in seconds."""
         return float(self._highs.getInfo().mip_dual_bound) / self._scale
 
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The columns of one edge.
-
-    Args:
-        columns: the column of each pair of groups, [groups of the tail, groups of the head].
-        tail_of, head_of: the index of one option of each group of the edge's tail and head.
-    """
+    """The columns of one edge, [groups of tail, groups of head], and one option of each group of tail and head."""
 
     columns: np.ndarray
     tail_of: np.ndarray
@@ -322,9 +296,8 @@ _WITHOUT_DETOURS = {
 }
 """Options that turn off the parts of HiGHS that cost more time than they save (HiGHS 1.15).
 
-If memory binds, trees are small, and restarts and heuristics took three quarters of the time. Nine such problems took
-20.9 s with restarts and heuristics, 5.1 s without. Ten problems without memory rows took 0.85 to 1.01 s with guesses
-before the first relaxation and with symmetry detection, 0.49 s with neither.
+Nine problems with memory rows took 20.9 s with restarts and heuristics, 5.1 s without. Ten problems without memory rows
+took 0.85 to 1.01 s with guesses before the first relaxation and with symmetry detection, 0.49 s with neither.
 """
 
 
@@ -342,7 +315,7 @@ def _options(effort: Effort, columns: int) -> dict[str, bool | int | float]:
 
 
 def _cost_scale(problem: Assignment) -> float:
-    """Return a factor for all costs; it makes the sum of the tables' median costs a thousand."""
+    """Return the factor on costs that makes the sum of the tables' median costs a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0
@@ -357,10 +330,7 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """Return the group number of each row of the tables laid side by side, [rows].
-
-    Rows that are equal in all tables form a group. Groups are numbered in the order of their first rows.
-    """
+    """Return the group of each row of the tables side by side, [rows]; groups are numbered by their first rows."""
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}
     rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()  # a negative zero is zero
@@ -369,5 +339,4 @@ def _groups(tables: list[Floats]) -> np.ndarray:
 
 
 def _first_of(groups: np.ndarray) -> np.ndarray:
-    """Return the index of the first row of each group, [groups]. `groups` has the group number of each row."""
     return np.unique(groups, return_index=True)[1]

@@ -1,8 +1,7 @@
 """Defines each generated kernel as an operator `autoshard::triton_<operators>_<digest>` of torch.
 
-The operator computes one group, with fixed shapes, strides and dtypes. An operand with other strides is first copied to
-the strides that the kernel expects. Generated kernels run on GPUs, and on a CPU in Triton's interpreter. Tests compare
-a kernel with its group, run one operator after another (`Group.run`).
+The operator computes one group, with fixed shapes, strides and dtypes, on GPUs or in Triton's interpreter. An operand
+with other strides is first copied. Tests compare a kernel with `Group.run`.
 """
 
 from __future__ import annotations
@@ -42,15 +41,7 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A kernel that was generated for a group, and the operator that runs it.
-
-    Args:
-        group: the operators that the kernel computes.
-        operator: the operator of torch that runs the kernel.
-        function: the kernel, a `@triton.jit` function.
-        layout: the launch configuration of the kernel.
-        path: the file with the kernel's source.
-    """
+    """A kernel that was generated for a group: torch's operator, the `@triton.jit` function, layout and file."""
 
     group: Group
     operator: OpOverload
@@ -76,13 +67,7 @@ class GeneratedKernel:
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A group with the texts that make its source readable.
-
-    Args:
-        group: the operators that a kernel computes.
-        names: a name for each value of the group, in the order of the values' numbers.
-        purpose: the first lines of the kernel's docstring.
-    """
+    """A group with a name for each value, in the order of the values' numbers, and the first lines of a docstring."""
 
     group: Group
     names: tuple[str, ...]
@@ -98,7 +83,7 @@ _OPERATORS: dict[Group, OpOverload] = {}
 
 
 def generated_kernel(operator: Any) -> GeneratedKernel | None:
-    """Return the generated kernel that `operator` runs, or None if `operator` runs none."""
+    """Return the generated kernel that `operator` runs, or None if the operator is not a generated one."""
     return _KERNELS.get(operator)
 
 
@@ -106,10 +91,6 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
     """Return a dict from each group to its kernel.
 
     All sources are written to one file. A group without a kernel in this process gets a new operator.
-
-    Args:
-        groups: the groups of one program, without repetitions.
-        title: the first line of the file's docstring.
 
     Raises:
         KernelError: the file cannot be written, or its folder cannot be made private to this user.
@@ -129,7 +110,6 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
 
 
 def _file_text(title: str, functions: Sequence[str]) -> str:
-    """Return the text of a Python file with these kernels, and with the imports that they need."""
     body = "\n\n\n".join(functions)
     used = {module: [name for name in names if re.search(rf"\b{name}\(", body)] for module, names in _IMPORTS.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in used.items() if names]
@@ -176,14 +156,14 @@ def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """Return an empty tensor for result number `index`: float32 [chunks, rows] for a split sum, else the result."""
+    """Return an empty result number `index`, float32 [chunks, rows] for the parts of a split sum."""
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """Add `parts` [chunks, rows] over the chunks in order, and return the sum with the result's shape and dtype."""
+    """Add `parts` [chunks, rows] over the chunks in order, so that the sum is the same in each run."""
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 

@@ -1,8 +1,7 @@
-"""Groups of operators that one generated kernel computes.
+"""Groups of operators that one generated kernel computes: calls without branches or loops.
 
-A group is a list of calls without branches or loops. It has operators, numbers, shapes, strides and dtypes, but no
-names, so that equal groups of different programs share a kernel. A group's values are numbered from 0. The operands
-come first, then the result of each step.
+A group has no names, so equal groups of different programs share a kernel. A group's values are numbered from 0: first
+the operands, then the result of each step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _QUIET = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """A tensor's shape, its strides in elements, and its dtype."""
+    """A tensor's shape, its strides in elements, and its dtype, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,7 +32,7 @@ class ValueShape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> ValueShape:
-        """Return the shape, strides and dtype of a tensor. It may be a fake tensor."""
+        """Return the shape, strides and dtype of a real or fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
@@ -51,21 +50,14 @@ class ValueShape:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for value number `index` of the group among the arguments of a step."""
+    """A reference to value number `index` of the group, in place of a tensor among the arguments of a step."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call of a group.
-
-    Args:
-        target: the operator.
-        args: the positional arguments, with a `Ref` in place of each tensor.
-        kwargs: names and values of the keyword arguments, also with `Ref`s.
-        value: shape, strides and dtype of the result.
-    """
+    """One call of an operator: its arguments, with a `Ref` in place of each tensor, and its result's `value`."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -79,7 +71,7 @@ class GroupStep:
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The numbers of the values that the step reads, in order."""
+        """The numbers of the values that the step reads, in the order of its arguments."""
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
@@ -92,10 +84,7 @@ class GroupStep:
 class Group:
     """The operators of a generated kernel. Two groups are equal if their `text` is equal.
 
-    Args:
-        operands: shape, strides and dtype of each operand.
-        steps: the calls. Each call reads operands and results of earlier steps.
-        results: the numbers of the values that the kernel returns.
+    Each of `steps` reads operands and results of earlier steps. `results` are the numbers of the returned values.
     """
 
     operands: tuple[ValueShape, ...]
@@ -110,7 +99,7 @@ class Group:
 
     @property
     def values(self) -> tuple[ValueShape, ...]:
-        """Shape, strides and dtype of every value, in the order of the values' numbers."""
+        """Shape, strides and dtype of every value: of the operands, then of each step's result."""
         return (*self.operands, *(step.value for step in self.steps))
 
     def step_of(self, index: int) -> GroupStep:
@@ -118,10 +107,7 @@ class Group:
         return self.steps[index - len(self.operands)]
 
     def run(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Compute the group with torch's operators, one after another, and return the results.
-
-        Tests compare the kernel with these results.
-        """
+        """Compute the group with torch's operators, one after another, for tests to compare the kernel with."""
         values = list(operands)
         for step in self.steps:
             values.append(step.call(values.__getitem__))

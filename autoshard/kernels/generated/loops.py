@@ -1,4 +1,4 @@
-"""Finds the loops that a kernel needs to compute a group, from the shapes of the group's values.
+"""Finds the loops that a kernel needs to compute a group of operators, from the shapes of the group's values.
 
 A loop runs over an *axis*. Every dim of every value is a product of axes, major to minor, as in `(batch heads) -> batch
 heads`. Axes are found in three steps:
@@ -52,12 +52,12 @@ class Loops:
 
     @property
     def row_count(self) -> int:
-        """The product of the sizes of all row axes."""
+        """The number of rows of the kernel's tile: the product of the sizes of all row axes."""
         return math.prod(self.rows)
 
     @property
     def column_count(self) -> int:
-        """The product of the sizes of all column axes: the elements of a row."""
+        """The elements of a row: the product of the sizes of all column axes."""
         return math.prod(self.columns)
 
 
@@ -100,7 +100,6 @@ class _Axes:
     """The axes of a group, numbered from 0.
 
     Args:
-        sizes: the size of each axis.
         parts: from an axis to the axes that replace it: the axes that it was split into, or its equal axis.
     """
 
@@ -122,11 +121,7 @@ class _Axes:
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of axes equal. An axis is split if it meets a smaller axis.
-
-        Raises:
-            NoLoopsError: sizes do not divide each other, or the lists have different numbers of elements.
-        """
+        """Equate two lists of axes: split an axis that meets a smaller axis. Raise `NoLoopsError` if sizes differ."""
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:
             first, second = self._next(firsts), self._next(seconds)
@@ -189,10 +184,7 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Equate the axes of an operand's dims with those of the result's dims, aligned at the last dim as in broadcasting.
-
-    An operand's dim of size 1 has no axis, and is skipped.
-    """
+    """Align dims at the last dim, as in broadcasting. An operand's dim of size 1 has no axis."""
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
             axes.equate(before, after)
@@ -201,12 +193,7 @@ def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
 def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -> frozenset[int]:
     """Return the axes that all reductions sum over.
 
-    Args:
-        axes: the axes of the group.
-        summed: for each reduction, the number and dims of its operand, and the indices of the reduced dims.
-
-    Raises:
-        NoLoopsError: two reductions sum over different axes.
+    `summed` has, for each reduction, the number and dims of its operand, and the indices of the reduced dims.
     """
     found = {frozenset(axis for place in places for axis in axes.resolve(dims[place])) for _, dims, places in summed}
     found.discard(frozenset())
@@ -219,9 +206,6 @@ def _order(group: Group, flat: Sequence[Sequence[int]]) -> list[int]:
     """Return the axes of the first value that has all axes of the group, in this value's order.
 
     Results of the group are tried first, then the results of all steps, then operands.
-
-    Raises:
-        NoLoopsError: no value has all axes.
     """
     every = {axis for items in flat for axis in items}
     steps = range(len(group.operands), len(flat))
@@ -237,7 +221,7 @@ def _check_results(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) 
 
 
 def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
-    """Refuse costly values that are broadcast along rows, because each row would compute them again."""
+    """Raise `NoLoopsError` if costly values are broadcast along rows, because each row would compute them again."""
     for index, step in enumerate(group.steps, len(group.operands)):
         entry = POINTWISE.get(step.target)
         if entry is not None and entry.is_costly and not rows.issubset(flat[index]):
@@ -245,14 +229,7 @@ def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -
 
 
 def _strides(axes: _Axes, dims: Dims, stride: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the stride of a tensor along each axis of `order`, in elements, or 0 if the tensor lacks the axis.
-
-    Args:
-        axes: the axes of the group.
-        dims: the axes of each dim of the tensor.
-        stride: the stride of each dim.
-        order: the axes to return strides for.
-    """
+    """Return the stride of a tensor along each axis of `order`, in elements, or 0 if the tensor lacks the axis."""
     found: dict[int, int] = {}
     for dim, step in zip(dims, stride, strict=True):
         for axis in reversed(dim):
@@ -267,7 +244,7 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """Return the loops with neighbouring axes merged into one if every tensor is contiguous over both axes."""
+    """Merge neighbouring axes if every tensor is contiguous over both axes."""
     sizes = [*rows, *columns]
     starts = [
         place

@@ -1,1 +1,1 @@
-"""How ranks compare their calls, and notice which rank is missing."""
+"""Ranks compare their calls before they run, and name the rank that does not come."""

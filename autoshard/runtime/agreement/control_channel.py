@@ -1,11 +1,8 @@
 """`ControlChannel`: ranks send each other messages through the store of their run, within a time limit.
 
-Ranks exchange messages in turns. In each turn every rank sends one message, and all ranks receive all messages or raise
-the same error. A rank that works for long shows signs of life, and the other ranks wait for it beyond the time limit.
-
-The store carries the messages, and no collective does. So a waiting rank can read which rank is missing, whether it
-shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the store that is written
-once: "all", or a text that names the missing ranks.
+In each turn every rank sends one message, and all ranks receive all messages or raise the same error. A rank that works
+for long shows signs of life, and the other ranks wait for it beyond the time limit. A waiting rank can read which rank
+is missing. The verdict on a turn is one key that is written once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ class ControlChannel:
     """Exchanges messages among `ranks`, in turns. This process has one of the ranks.
 
     Args:
-        ranks: the ranks of the processes, in order.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -65,13 +61,8 @@ class ControlChannel:
     def exchange(self, value: bytes, action: str, timeout_s: float | None = None) -> list[bytes]:
         """Send `value` in the next turn, and return the messages of all ranks, in the order of `ranks`.
 
-        Args:
-            value: this rank's message.
-            action: the action that follows, for the error message if a rank is lost.
-            timeout_s: seconds without a sign of life after which a rank is lost; default: `timeout_s` of the channel.
-
-        Raises:
-            LostRankError: on every rank, also on a late one, if a rank did not come in time.
+        `action` is the next action of the ranks, for messages. `timeout_s` is by default the channel's. If a rank does
+        not come in time, raise `LostRankError` on every rank, also on a late rank.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)
@@ -109,7 +100,7 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """Return a rank's message: its `first` part, which begins with the number of parts, and the stored parts."""
+        """Join the message from its `first` part, which begins with the number of parts, and the parts in the store."""
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))
@@ -129,10 +120,7 @@ class ControlChannel:
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Wait up to `_slice_s` seconds for a key of the store; return whether it exists.
-
-        The store's own wait would log a line for each time-out.
-        """
+        """Wait up to `_slice_s` seconds for a key. The store's own wait would log a line for each time-out."""
         end, pause_s = time.monotonic() + self._slice_s, _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= end:
@@ -165,7 +153,7 @@ class ControlChannel:
             return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's message of a turn that all ranks have read."""
+        """Delete this rank's message of a turn, which all ranks have read."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")
@@ -174,10 +162,9 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """Return the run's store for the next channel of `ranks`. A prefix keeps the channel's keys apart from other keys.
+    """Return the run's store, with a prefix that counts the channels of `ranks`, so that keys of two channels differ.
 
-    The prefix has the number of channels that this rank has made for `ranks`. All ranks make their channels in the same
-    order, so they get equal prefixes.
+    All ranks make their channels in the same order, so they get equal prefixes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"

@@ -1,8 +1,6 @@
 """`ControlGroup`: ranks compare facts, and all ranks raise the same error if the facts differ.
 
-Ranks that run different programs would hang, or compute wrong values. Before a program runs, each rank sends the other
-ranks a description of its next call. If a rank never comes, every other rank raises an error within
-`Options(timeout_s=)`.
+Ranks that run different programs would hang, or compute wrong values. So they compare each call before it runs.
 """
 
 from __future__ import annotations
@@ -27,18 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PieceFact:
-    """The name of a fact that is compared only among the ranks that hold the same piece of a tensor.
+    """A fact that is compared only among the ranks that hold the same piece of a tensor.
 
-    Args:
-        name: the fact's name in error messages.
-        place: a text that is equal on ranks with the same piece, and differs on other ranks.
+    `place` is a text that is equal on ranks with the same piece, and differs on other ranks. `name` is for messages.
     """
 
     name: str
     place: str
 
     def __str__(self) -> str:
-        """Return the name for error messages."""
         return self.name
 
 
@@ -48,7 +43,7 @@ Facts = Mapping[str | PieceFact, str]
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The message of a rank that raised an error of its own."""
+    """Stands for the value of a rank that raised an error of its own."""
 
     error: str
 
@@ -57,7 +52,6 @@ class ControlGroup:
     """Ranks that compare and share small Python values before they run programs.
 
     Args:
-        ranks: the ranks of the processes, this process among them.
         timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
@@ -83,10 +77,8 @@ class ControlGroup:
     def agree(self, facts: Callable[[], Facts], action: str = "compile the same program") -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
-        Args:
-            facts: returns values by name. A value named by a `PieceFact` is compared among the ranks that have an equal
-                `PieceFact`.
-            action: the action that follows, for the error message if a rank is lost.
+        A value named by a `PieceFact` is compared among the ranks that have an equal `PieceFact`. `action`
+        is the next action of the ranks, for the message if a rank is lost.
         """
         everyone = self.gather(dict(facts()), action)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
@@ -142,7 +134,7 @@ class ControlGroup:
             yield
 
     def gather(self, value: T, action: str) -> list[T]:
-        """Return the value of each rank, in the order of ranks; `action` as for `agree`.
+        """Return the value of each rank, in the order of ranks. `action` is the next action, for error messages.
 
         Raises:
             RankMismatchError: a rank sent an error in place of a value (`telling_errors`).
@@ -157,7 +149,7 @@ class ControlGroup:
         return everyone
 
     def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
-        """Return a text of the ranks that hold each value of a fact: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        """Say which ranks hold each value: `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
             if name in theirs or not isinstance(name, PieceFact):
@@ -173,8 +165,5 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """Return the values of a fact, in the order of ranks.
-
-    A rank that lacks the fact gives None; if the name is a `PieceFact`, the rank is left out.
-    """
+    """Return a fact's value on each rank. A rank that lacks it gives None, or for a `PieceFact` is left out."""
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

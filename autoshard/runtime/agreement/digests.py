@@ -1,10 +1,8 @@
 """Digests of tensors' bits. Equal tensors have equal digests on every rank; swapping two elements changes the digest.
 
-A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). It reads the tensor's memory as
-64-bit words, multiplies each word by the odd pseudo-random number of its position, and sums the products modulo 2^64.
-A tensor longer than the table of numbers is hashed block by block, and then the digests of its blocks are hashed.
-
-Samples of tensors on the CPU are hashed by BLAKE2, because starting torch's operators takes longer for few bytes.
+A digest of a whole tensor is a multilinear hash (Carter and Wegman 1979, section 3). Each 64-bit word is multiplied by
+the odd pseudo-random number of its position, and the products are summed modulo 2^64. Longer tensors than the table of
+numbers are hashed block by block. Samples of tensors on the CPU are hashed by BLAKE2, which is faster for few bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ _WORD = torch.int64
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as a row of 64-bit words; zeros fill up the last word.
-
-    Returns:
-        An int64 tensor, [bytes / 8]; a view if `tensor` is contiguous and its bytes are whole, aligned words.
-    """
+    """Return the memory of a tensor as int64 words [bytes / 8], a view if possible; zeros fill up the last word."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # a single element is contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
@@ -67,12 +61,9 @@ def digest_of(tensor: torch.Tensor) -> str:
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
     """Return a digest of tensors on one device, from the sum of each tensor's words and a sample of its bytes.
 
-    A tensor of at most `most` bytes is hashed whole. For a larger tensor, the digest covers the sum of all words and a
-    sample of at most `most` bytes. A swap of two values does not change the sum. The sample shows the swap if it
-    contains one of the values. Each `turn` samples other bytes.
-
-    Returns:
-        On the CPU, an integer: a hash of bytes. On other devices, a 0-dim int64 tensor.
+    A tensor of at most `most` bytes is hashed whole. A swap of two values does not change the sum, and shows only if
+    the sample contains one of the values. Each `turn` samples other bytes. The digest is an int on the CPU, else a
+    0-dim int64 tensor.
     """
     if tensors[0].device.type == "cpu":
         memories = [bytes_of(tensor) for tensor in tensors]
@@ -99,16 +90,15 @@ def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt
 
 
 def _sum_of_words(memory: npt.NDArray[np.uint8]) -> bytes:
-    """Return the sum of the memory's 64-bit words modulo 2^64, followed by the bytes after the last whole word."""
+    """Sum the 64-bit words modulo 2^64, and append the bytes after the last whole word."""
     whole = len(memory) // 8 * 8
     return memory[:whole].view(np.uint64).sum().tobytes() + memory[whole:].tobytes()
 
 
 def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
-    """Return the layout of a sample of at most `most` among `count` items.
+    """Cut the items into equal rows, of which the sample has the same columns.
 
-    The items are cut into equal rows, and the sample has the same columns of each row. The result is the number of
-    rows, their length, and the first column and the number of columns of the sample.
+    Return the number of rows, their length, the first column of the sample, and the number of its columns.
     """
     rows = min(_PIECES, most)
     width, length = most // rows, count // rows
@@ -116,7 +106,7 @@ def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a tensor as bytes on the CPU, [bytes]; a view if possible."""
+    """Return the memory of a tensor as uint8 bytes on the CPU, [bytes]; a view if possible."""
     known = (
         tensor
         if tensor.dtype in _OF_NUMPY
@@ -156,10 +146,7 @@ _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torc
 
 @cache
 def table_on(device: torch.device) -> torch.Tensor:
-    """Return `_BLOCK` odd pseudo-random int64 numbers on a device, the same on every rank.
-
-    The numbers take 16 KiB per device for the life of the process.
-    """
+    """Return `_BLOCK` odd pseudo-random int64 numbers, equal on every rank, kept for the process (16 KiB)."""
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)
     drawn = torch.randint(bounds.min, bounds.max, (_BLOCK,), generator=generator, dtype=_WORD, device="cpu")

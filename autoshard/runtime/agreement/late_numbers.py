@@ -15,12 +15,9 @@ BEFORE = " of the call before"
 
 @dataclass(frozen=True, slots=True)
 class _OnTheirWay:
-    """Numbers that are being copied to the host.
+    """Numbers that are being copied to `values`, int64 in pinned host memory.
 
-    Args:
-        names: the name of each number.
-        values: the numbers in pinned host memory, int64.
-        arrived: an event that the device records after the copy.
+    `arrived` is an event that the device records after the copy.
     """
 
     names: tuple[PieceFact, ...]
@@ -37,10 +34,8 @@ class LateNumbers:
     def read(self, numbers: Mapping[PieceFact, int | torch.Tensor]) -> dict[PieceFact, int]:
         """Return the integers of this call, and the accelerator's numbers of the previous call.
 
-        The names of the previous call's numbers end with `BEFORE`.
-
-        Args:
-            numbers: the numbers of this call, by name: integers, or 0-dim int64 tensors on an accelerator.
+        Names of the previous call's numbers end with `BEFORE`. `numbers` are integers, or 0-dim int64 tensors on an
+        accelerator.
         """
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}

@@ -1,8 +1,7 @@
 """If a rank stops in mid-step, the other ranks end with one clear error.
 
-If a process ends, the backend tells at once the ranks that communicate with this process. These ranks then end with an
-error, and so do the ranks that wait for them. If a process runs but does not communicate, ranks wait as long as
-`init_process_group(timeout=...)` allows. The default is 30 minutes with Gloo and 10 minutes with NCCL.
+If a process ends, the backend soon tells its neighbours. If it runs but does not communicate, ranks wait as long as
+`init_process_group(timeout=...)` allows, by default 30 minutes with Gloo and 10 minutes with NCCL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The processes of one attempt of a run find each other, through a store that outlives attempts.
 
 `torchrun` restarts all processes of a run when one of them ends, and keeps one store for all attempts. Keys of ended
-processes stay in it, such as addresses of Gloo and counts, and mislead later processes. On several nodes no environment
-variable tells attempts apart. So processes meet before they make a process group:
+processes, such as addresses of Gloo, would mislead later processes. So processes meet before they make a process group:
 
 1. Each process adds a line to a list: its rank, and a random number.
 2. Rank 0 draws a token and publishes it with the latest number of each rank. It draws again whenever the list grows.
@@ -37,14 +36,7 @@ def launcher_keeps_store() -> bool:
 
 
 def refuse_a_kept_store(store: dist.Store) -> None:
-    """Raise if a process group uses the launcher's store, and processes of an earlier attempt used it.
-
-    Args:
-        store: the store of the process group.
-
-    Raises:
-        NotAvailableError: the store contains keys of ended processes.
-    """
+    """Raise `NotAvailableError` if the process group's `store` is the launcher's and has keys of an ended attempt."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts and launcher_keeps_store() and _is_of_launcher_alone(store):
         raise NotAvailableError(
@@ -145,12 +137,12 @@ def _lines(store: dist.Store, key: str) -> list[str]:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """Return the text under a key; an empty string if the key is missing."""
+    """Return the text under a key; it is empty if the key is missing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _until(timeout_s: float) -> Iterator[None]:
-    """Yield repeatedly for `timeout_s` seconds, with pauses in between."""
+    """Yield repeatedly for `timeout_s` seconds, with growing pauses."""
     end, pause_s = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
     while time.monotonic() < end:
         yield

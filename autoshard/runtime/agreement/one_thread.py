@@ -1,7 +1,4 @@
-"""Lets one thread at a time call a compiled model, because all ranks must make the same calls in the same order.
-
-Two threads would take turns differently on each rank, and ranks would match collectives of different calls.
-"""
+"""Lets one thread at a time call a compiled model, because all ranks must make the same calls in the same order."""
 
 from __future__ import annotations
 

@@ -29,16 +29,12 @@ _ELEMENTS = 64
 class ParameterWatch:
     """Computes digests of tensors, which ranks compare at each call.
 
-    `changes` returns a digest of in-place changes, which show in torch's version counters. Writes through `.data` do
-    not show there. To find them, `sample` returns a digest of a few elements of a few tensors. The digest is compared
-    among the ranks that hold the same piece. Parameters of another pipeline stage have versions too, because all ranks
-    run the user's line that changes a parameter in place.
+    `changes` returns a digest of in-place changes, which show in torch's version counters, also for parameters of other
+    stages. Writes through `.data` do not show there. To find them, `sample` returns a digest of a few elements of a few
+    tensors, for the ranks with the same piece. Tensors are grouped by their sharding, so a new sharding needs a new
+    watch.
 
-    The tensors are grouped for `sample` by their sharding at construction. A new sharding needs a new watch.
-
-    Args:
-        named: parameters and buffers with their names.
-        ranks: the number of ranks, in all pipeline stages together.
+    `ranks` is the number of ranks, in all pipeline stages together.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
@@ -62,11 +58,10 @@ class ParameterWatch:
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
     def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-        """Return a digest of a few elements of one group of tensors, in a dict with one entry.
+        """Return a dict with a digest of a few elements of one group of tensors, other elements at each `turn`.
 
-        The key says which piece of the tensors this rank holds, and which elements were read. `turn` is the number of
-        the call; each turn reads other elements. The digest is a tensor if the elements are on an accelerator. The dict
-        is empty if no other rank holds the same piece of a tensor, or after `stop_sampling`.
+        The key says which piece of the tensors this rank holds, and which elements were read. The digest of elements on
+        an accelerator is a tensor. The dict is empty if no other rank holds the same piece, or after `stop_sampling`.
         """
         if not self._groups:
             return {}
@@ -107,27 +102,24 @@ class ParameterWatch:
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """Return the number of ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
+        """Count the ranks that hold the same piece. Only the ranks of one stage hold a parameter."""
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
 
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
-        """Return the name of the tensor group whose turn it is, and a few elements of each of its tensors, joined."""
+        """Return the name of the tensor group whose turn it is, and a few elements of its tensors, joined."""
         place, rows = self._groups[turn % len(self._groups)]
         first = self._first_element(turn)
         return place, torch.cat([row.elements(first) for row in rows])
 
     def _first_element(self, turn: int) -> int:
-        """Return the index of the first element to read at a turn. An index beyond a tensor's size wraps around.
-
-        The index moves on when each group has had its turn once.
-        """
+        """Return an index that moves on when each group has had its turn, and wraps around at a tensor's size."""
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
-        """Yield groups of at most `_AT_ONCE` tensors that other ranks hold too, each group with a name.
+        """Yield named groups of at most `_AT_ONCE` tensors that other ranks hold too.
 
         The tensors of a group agree in stage, device, dtype, and the part of the whole tensor that this rank holds.
         """
@@ -148,10 +140,7 @@ class ParameterWatch:
 
 
 class _WatchedPart:
-    """This rank's piece of a tensor, of which a few elements can be read.
-
-    It keeps a flat view of the piece. A DTensor's view is reused while its local tensor is the same object.
-    """
+    """A flat view of this rank's piece of a tensor, reused while a DTensor has the same local tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"
@@ -179,10 +168,7 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (first % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _refresh_view(self) -> None:
-        """Make the flat view again, unless it is the view of a DTensor with the same local tensor.
-
-        A plain tensor may get new memory and stay the same object.
-        """
+        """Make the flat view again, because a plain tensor may get new memory and stay the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

@@ -21,12 +21,10 @@ WHOLE = str(())
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """This rank's piece of a tensor.
+    """This rank's piece of a tensor: `local` is the piece, or the whole tensor.
 
-    Args:
-        local: the piece, or the whole tensor.
-        shard_coordinates: for each mesh axis that splits the tensor, the number of the axis and this rank's index along
-            it. Ranks with equal coordinates hold the same piece. Empty if every rank holds the whole tensor.
+    `shard_coordinates` has, for each mesh axis that splits the tensor, the number of the axis and this rank's index
+    along it. Ranks with equal coordinates hold the same piece.
     """
 
     local: torch.Tensor
@@ -34,7 +32,7 @@ class TensorPiece:
 
 
 def piece_of(tensor: torch.Tensor) -> TensorPiece:
-    """Return this rank's piece of a tensor. A plain tensor is the same on all ranks."""
+    """Return this rank's piece of a tensor. A plain tensor is its own piece, as every rank holds it whole."""
     if not isinstance(tensor, DTensor):
         return TensorPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()
@@ -43,12 +41,10 @@ def piece_of(tensor: torch.Tensor) -> TensorPiece:
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
-    """Return the number of ranks that hold the same piece of a tensor. All ranks hold a plain tensor whole.
+    """Return the number of ranks that hold the same piece of a tensor: all `ranks` for a plain tensor.
 
-    Args:
-        tensor: the tensor.
-        ranks: the number of ranks that hold a piece of the tensor. For an input, this is the number of ranks in all
-            pipeline stages, because each stage has a copy of the input.
+    `ranks` counts the ranks that hold a piece of the tensor. For an input, these are the ranks of all pipeline stages,
+    because each stage has a copy of the input.
     """
     parts = [tensor.device_mesh.size(dim) for dim in _cut_dims(tensor)] if isinstance(tensor, DTensor) else []
     return ranks // math.prod(parts)

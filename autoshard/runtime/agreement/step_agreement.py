@@ -1,19 +1,15 @@
 """The agreement of ranks on each call: the same program, in the same mode, on the same inputs.
 
-Ranks with different inputs or hyperparameters would silently compute wrong values. So each call does the following,
-before the first collective of its program:
+Before the first collective of its program, each call does the following:
 
-1. Each rank sends `LENGTH` numbers. Some are digests of the call, the program, the hyperparameters and the seed. The
-   others are digests of the inputs' sum, a sample of the inputs, in-place changes of parameters, and a few elements of
-   parameters and buffers. Each call samples other elements.
+1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters, the seed and the inputs. Two
+   more are about in-place changes of parameters, and a few elements of them, other elements at each call.
 2. Meanwhile, the rank gathers the inputs of the program.
 3. If numbers differ that should be equal, ranks exchange facts (the values behind the numbers), and raise one error.
 
-Sharded inputs and parameters are compared among the ranks that hold the same piece. Digests of tensors on an
-accelerator are compared one call later, so that no rank waits for its device.
-
-Numbers travel over a fast exchange (`VectorExchange`). The first run of a program may compile kernels, for which ranks
-need different times. So after a compiled call, a few calls use the `ControlChannel`, on which ranks show signs of life.
+Sharded tensors are compared among the ranks that hold the same piece. Digests of tensors on an accelerator are compared
+one call later, so that no rank waits for its device. Numbers travel over a fast exchange (`VectorExchange`). For a few
+calls after a compiled call, they use the `ControlChannel`, on which ranks show signs of life.
 """
 
 from __future__ import annotations
@@ -47,13 +43,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Check(Enum):
-    """When ranks compare their calls. Ranks always agree before they compile.
-
-    Args:
-        ALWAYS: at each call.
-        FIRST: at the first call of each program.
-        OFF: never.
-    """
+    """When ranks compare calls: at each call, at a program's first call, or never. They always agree to compile."""
 
     ALWAYS = "always"
     FIRST = "first"
@@ -79,10 +69,9 @@ class AgreedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
-    """The values that a rank sent about a call.
+    """The values that this rank sent about a call.
 
     Args:
-        call: the call.
         state: whether the call compiles, runs a program or evaluates guards, as text.
         seed: the position in the sequence of seeds, as text.
         values: digests of samples of tensors, by name.
@@ -97,11 +86,7 @@ class _Posted:
 
 
 class StepAgreement:
-    """Compares the calls of a module among its ranks; does nothing if one process runs alone.
-
-    Args:
-        control: the ranks of the whole run, in all pipeline stages; None if this process runs alone.
-        check: when to compare.
+    """Compares the calls of a module among its ranks, in all pipeline stages; does nothing if `control` is None.
 
     Attributes:
         one_thread: the context of a call, which lets one thread at a time call the module.
@@ -133,13 +118,7 @@ class StepAgreement:
         return StepAgreement, (self._control, self._check)
 
     def enter(self, key: Hashable, tensors: Mapping[str, torch.Tensor], describe: Callable[[], str]) -> None:
-        """Begin a call.
-
-        Args:
-            key: a value that is equal for calls that may share a program.
-            tensors: the inputs by name; empty if no program is to run.
-            describe: returns a text of the call, for messages.
-        """
+        """Begin a call. The arguments are fields of `AgreedCall`."""
         if self._check is not Check.OFF:
             self.settle()  # finish a call that failed
             self._call = AgreedCall(key, describe, self.describe_hyperparameters(), tensors)
@@ -182,9 +161,7 @@ class StepAgreement:
     def settle(self) -> None:
         """Wait for the numbers of all ranks about the present call, if this rank has sent its numbers.
 
-        Raises:
-            RankMismatchError: on every rank, if ranks disagree.
-            LostRankError: on every remaining rank, if a rank does not come in time.
+        Raise `RankMismatchError` on every rank if ranks disagree, and `LostRankError` if a rank does not come in time.
         """
         posted, self._posted = self._posted, None
         if posted is None:
@@ -239,18 +216,13 @@ class StepAgreement:
         return _Posted(call, state, seed, values, numbers)
 
     def _collect(self, posted: _Posted) -> list[Row]:
-        """Return the numbers of all ranks, in the order of ranks."""
         if (vectors := self._vectors) is not None:
             return vectors.collect(partial(_action, posted.call))
         said = self._ranks.channel.exchange(array("q", posted.numbers).tobytes(), _action(posted.call))
         return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
-        """Choose the path of the next calls' numbers: the control channel, or the fast exchange.
-
-        With `is_patient`, the next `_PATIENCE` calls use the control channel. All ranks call this method together with
-        the same argument.
-        """
+        """Send the next `_PATIENCE` calls' numbers by the control channel, if `is_patient` on every rank."""
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
         _ = self._vectors
 
@@ -269,7 +241,6 @@ class StepAgreement:
         return True
 
     def _facts(self, posted: _Posted) -> Facts:
-        """Return the facts behind the numbers, for the error message."""
         return {
             "call": f"{posted.call.describe()} ({posted.state})",
             "hyperparameters": posted.call.hyperparameters,
@@ -300,11 +271,8 @@ _NEAR = 1e-3
 def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Collection[str]) -> Facts:
     """Return the facts that must be equal on all ranks before they compile: the call, and every element of the model.
 
-    Args:
-        model: the model.
-        signature: the call as text.
-        mesh: the mesh.
-        placed: names of parameters that an earlier program sharded. They are left out, as they were compared then.
+    `signature` is the call as text. Parameters in `placed`, which an earlier program sharded, were compared then, and
+    are left out.
     """
     known = {f"parameter {name!r}" for name in placed}
     return {
@@ -317,11 +285,7 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
 
 
 def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> bool:
-    """Whether two ranks' elements differ by at most a thousandth of the largest element, in each common tensor group.
-
-    Args:
-        one, other: the elements of a rank, by the name of their tensor group; see `ParameterWatch.elements`.
-    """
+    """Whether elements differ by at most a thousandth of the largest, in each tensor group of both ranks."""
     return all(
         max(abs(x - y) for x, y in zip(one[place], other[place], strict=True)) <= _NEAR * max(map(abs, one[place]))
         for place in one.keys() & other.keys()
@@ -344,11 +308,10 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
-    """Return one digest of the inputs on each device type of which this rank holds the same piece.
+    """Return digests of the inputs of which other ranks hold the same piece, one per device type and place.
 
-    The key of a digest has the device type as its name, and the coordinates of the piece as its place. Inputs that no
-    other rank holds are left out. A digest covers small inputs whole. For a large input, it covers the sum of its words
-    and a sample of its bytes. Each `turn` samples other bytes.
+    The key's name is the device type. A digest covers small inputs whole. For a large input, it covers the sum of its
+    words and a sample of its bytes, other bytes at each `turn`.
     """
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
@@ -364,7 +327,7 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int 
 
 
 def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
-    """Return a digest of the set of places in the keys of `values`, and a digest of the values; see `_are_alike`."""
+    """Return a digest of the set of places in the keys of `values`, and a digest of the values."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 
 
@@ -383,5 +346,5 @@ def _identify(call: AgreedCall, executable: Executable) -> int:
 
 @lru_cache(256)
 def _digest_of_key(key: Hashable) -> int:
-    """Return a digest of a key that is the same in every process. Memory addresses in its text are left out."""
+    """Return a digest of a key's text without memory addresses, which is the same in every process."""
     return digest_of_text(re.sub(r" at 0x[0-9a-f]+", "", repr(key)))

@@ -1,10 +1,8 @@
 """An exchange of a few numbers among all ranks, at every step.
 
 It is the all-gather of Bruck, Ho, Kipnis, Upfal and Weathersby (1997, section 3): log2(ranks) rounds of messages
-between pairs. The first round travels while the rank works; with two ranks it is the only round.
-
-Messages travel over sockets that only the rank's own thread reads and writes. A message of Gloo wakes Gloo's threads
-several times. Such messages took 3 ms of a step on two ranks; a message here takes 0.05 ms.
+between pairs. The first round travels while the rank works. Messages travel over sockets that only the rank's own
+thread reads and writes. With Gloo's threads, a message took 3 ms of a step on two ranks; here it takes 0.05 ms.
 """
 
 from __future__ import annotations
@@ -46,13 +44,9 @@ Row = tuple[int, ...]
 
 
 class VectorExchange:
-    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`.
+    """Exchanges `LENGTH` numbers of each rank: call `post`, then `collect`. `connect` makes it on all ranks together.
 
-    All ranks of a channel make this object together, right after a turn of the channel; see `connect`.
-
-    Args:
-        channel: the channel of the ranks, which finds out which rank is lost.
-        links: for each round, the socket to the receiving rank, and the socket to the sending rank.
+    `channel` finds out which rank is lost. `links` has, for each round, the sockets to the receiver and to the sender.
     """
 
     def __init__(self, channel: ControlChannel, links: Sequence[tuple[socket.socket, socket.socket]]) -> None:
@@ -93,10 +87,7 @@ class VectorExchange:
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
     def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
-        """Raise a `LostRankError`, which is the same on every rank and names the lost ranks.
-
-        If all ranks are running, the error says instead that this rank lost its connection to another rank.
-        """
+        """Raise one error on all ranks, which names the lost ranks, or says that only a connection is lost."""
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
         self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)
@@ -107,10 +98,7 @@ class VectorExchange:
 
 
 def connect(channel: ControlChannel) -> VectorExchange | None:
-    """Connect all ranks of a channel by sockets. All ranks must call.
-
-    Return None on every rank if a rank cannot reach another.
-    """
+    """Connect all ranks of a channel by sockets, or return None on every rank if a rank cannot reach another."""
     size, place = len(channel.ranks), channel.ranks.index(channel.rank)
     rounds = range((size - 1).bit_length())
     with _listen() as server:
@@ -144,7 +132,7 @@ def _listen() -> socket.socket:
 
 
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
-    """Return a connection to the rank that receives from this rank in round `number`."""
+    """Connect to the rank that receives from this rank in round `number`."""
     end = socket.create_connection((address, port), _CONNECT_S)
     try:
         end.sendall(token + bytes([number]))
@@ -155,10 +143,7 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """Accept the connections of the ranks that send to this rank; return each socket by the number of its round.
-
-    A connection without the token is closed.
-    """
+    """Accept the ranks that send to this rank, by the number of the round. A connection without the token is closed."""
     found: dict[int, socket.socket] = {}
     end = time.monotonic() + _CONNECT_S
     while len(found) < rounds:
@@ -192,7 +177,7 @@ def _store_host() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`; return `host` if it is this machine."""
+    """Return this machine's address on the route to `host`, or `host` itself if it is this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -204,7 +189,6 @@ def _address_towards(host: str) -> str:
 
 
 def _receive(source: socket.socket, count: int) -> bytes:
-    """Return the next `count` bytes from a socket; wait until all have come."""
     said = b""
     while len(said) < count:
         more = source.recv(count - len(said))
@@ -232,10 +216,7 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Set a socket to send without delay, and to raise after `timeout_s` of waiting.
-
-    The kernel keeps the time; Python's own timeout would add a system call to each message.
-    """
+    """Let a socket send without delay, and raise after `timeout_s`. Python's own timeout would cost system calls."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -17,11 +17,8 @@ _MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
 class CrossingMessage(NamedTuple):
     """A value that one stage sends to another, for one micro-batch.
 
-    Args:
-        name: name of the value.
-        reader: number of the stage that reads the value.
-        is_forward: true if forwards make and read the value; false if backwards do.
-        micro_batch: number of the micro-batch.
+    `reader` is the number of the stage that reads the value. `is_forward` is true if forwards make and read the value,
+    and false if backwards do.
     """
 
     name: str
@@ -32,9 +29,6 @@ class CrossingMessage(NamedTuple):
 
 class CrossingTable:
     """Tables of the values that cross the stages of a program.
-
-    Args:
-        staged: the program.
 
     Attributes:
         read: from (stage, whether in its forward) to the values that the stage reads from other stages.
@@ -69,7 +63,7 @@ class CrossingTable:
 
     @cached_property
     def sums_squares(self) -> bool:
-        """Whether stages clip gradients to the norm over all stages."""
+        """Whether the update clips gradients to the norm over all stages, so that stages add their sums of squares."""
         slots = (slot for stage in self.staged.stages for slot in stage.phased.lowered.outputs)
         return any(slot.slot.kind == OutputKind.SQUARES for slot in slots)
 

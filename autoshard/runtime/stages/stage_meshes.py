@@ -1,10 +1,8 @@
 """Meshes of the ranks of each pipeline stage, and DTensors whose values only the ranks of another stage hold.
 
 A parameter is a DTensor on the mesh of one stage's ranks. Every other rank knows its name, shape and mesh, but has no
-values. Torch, too, has DTensors on ranks outside their mesh, so state dicts and torch.distributed.checkpoint accept
-them.
-
-A pipeline rank is an index along the mesh axis "pipeline". All processes with this index have the same pipeline rank.
+values; state dicts and torch.distributed.checkpoint accept such DTensors. A pipeline rank is an index along the mesh
+axis "pipeline", and stands for all processes with this index.
 """
 
 from __future__ import annotations
@@ -49,22 +47,19 @@ class OtherStageTensor(DTensor):
         self.redistribute()
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a tensor of the whole shape on the meta device.
-
-        Writing to it does nothing. Torch writes to it when it copies each rank's part.
-        """
+        """Return a meta tensor of the whole shape. Torch writes each rank's part to it, which does nothing."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def detach(self) -> OtherStageTensor:
-        """Return a detached tensor of this class."""
+        """Return a detached tensor that is an `OtherStageTensor` too."""
         return as_other_stage_tensor(super().detach())
 
     def clone(self, **kwargs: Any) -> OtherStageTensor:
-        """Return a copy of this class."""
+        """Return a copy that is an `OtherStageTensor` too."""
         return as_other_stage_tensor(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain DTensor, so that a process without autoshard can load it."""
+        """Pickle as a plain DTensor, which a process without autoshard can load."""
         return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -110,7 +105,7 @@ class StageMeshes:
 
     @property
     def own(self) -> DeviceMesh:
-        """The mesh of this process's pipeline rank."""
+        """The mesh of this process's pipeline rank, without the axis "pipeline"."""
         return self.meshes[self.pipeline_rank]
 
     def tensor_on_rank(self, like: torch.Tensor, placements: Sequence[Placement], pipeline_rank: int) -> DTensor:
@@ -133,13 +128,8 @@ class StageMeshes:
     ) -> torch.Tensor:
         """Broadcast the result of `make` from pipeline rank `pipeline_rank` to all pipeline ranks, and return it.
 
-        All ranks of the mesh must call. `make` runs on pipeline rank `pipeline_rank` only.
-
-        Args:
-            pipeline_rank: the pipeline rank that has the value.
-            make: returns the value.
-            shape: the value's shape.
-            like: a tensor of the value's dtype and device.
+        All ranks of the mesh must call. `make` runs on pipeline rank `pipeline_rank` only. `shape` is the result's
+        shape, and `like` has its dtype and device.
         """
         if pipeline_rank == self.pipeline_rank:
             value = make().detach().contiguous()
@@ -151,5 +141,5 @@ class StageMeshes:
 
 
 def _without_this_rank(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of other ranks, without process groups, because this process does not communicate on it."""
+    """Return a mesh without process groups, because this process does not communicate on it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)

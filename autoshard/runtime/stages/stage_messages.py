@@ -33,10 +33,7 @@ from autoshard.runtime.stages.crossing_table import CrossingMessage, CrossingTab
 
 
 class StageMessages(Protocol):
-    """Sends values between the pipeline stages of a step.
-
-    All ranks must call `connect`, `sum_over_stages` and `share` together.
-    """
+    """Sends values between the stages of a step. All ranks call `connect`, `sum_over_stages`, `share` together."""
 
     @property
     def rank(self) -> int | None:
@@ -48,12 +45,7 @@ class StageMessages(Protocol):
         ...
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """Begin a step of a connected program.
-
-        Args:
-            table: the result of `connect`.
-            weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
-        """
+        """Begin a step of a program, given the result of `connect` and the weight of each micro-batch in the loss."""
         ...
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
@@ -65,10 +57,7 @@ class StageMessages(Protocol):
         ...
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether `take` can return all values that a stage reads, possibly after waiting for other processes.
-
-        It is false if a stage of this process has not made a value yet.
-        """
+        """Whether `take` can return all values that a stage reads, perhaps after waiting for other processes."""
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
@@ -76,25 +65,21 @@ class StageMessages(Protocol):
         ...
 
     def end(self) -> None:
-        """Wait until all messages are sent."""
+        """Wait until all messages of the step are sent."""
         ...
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
         """Return the sum of one scalar per stage, added in the order of stages.
 
-        Args:
-            addends: by stage number, the scalars of the stages that this process runs; None adds nothing.
-            stages: the number of all stages.
+        `addends` has, by stage number, the scalars of the stages that this process runs; None adds nothing. `stages` is
+        the number of all stages.
         """
         ...
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """Return this rank's part of a result, also on processes that do not run the result's stage.
+        """Return this rank's part of the result `name`, also on processes that do not run the result's stage.
 
-        Args:
-            value: this rank's part on processes that run the result's stage; None on other processes.
-            name: the result's name.
-            staged: the program.
+        `value` is this rank's part on processes that run the result's stage, and None on other processes.
         """
         ...
 
@@ -144,7 +129,7 @@ class MessagesInProcess:
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of scalars, added in their order; None adds nothing."""
+    """Add scalars in their order; None adds nothing."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
@@ -152,12 +137,7 @@ def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 class MessagesBetweenRanks:
-    """Messages between processes, each of which runs the stages of one pipeline rank.
-
-    Args:
-        device_mesh: the mesh of all ranks, with an axis "pipeline".
-        groups: the process groups of all ranks.
-    """
+    """Messages between processes that run one pipeline rank each, on a mesh with an axis "pipeline"."""
 
     def __init__(self, device_mesh: DeviceMesh, groups: ProcessGroups) -> None:
         self._groups = groups
@@ -251,7 +231,6 @@ class MessagesBetweenRanks:
             return
 
     def _empty(self, slot: LocalSlot, mesh: Mesh) -> torch.Tensor:
-        """Return uninitialised memory for this rank's part of a value."""
         return torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
 
     @property
@@ -260,10 +239,7 @@ class MessagesBetweenRanks:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether this process's own stages have made the values that they send to `stage`.
-
-        Values of other processes are not checked, because `take` waits for them.
-        """
+        """Whether this process's own stages have made their values for `stage`; `take` waits for others' values."""
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [
@@ -318,7 +294,7 @@ class MessagesBetweenRanks:
         return _in_order(list(row))
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """Return this rank's part of a result, which the processes of the result's stage broadcast along "pipeline"."""
+        """Broadcast a result along "pipeline" from the processes of its stage, and return this rank's part."""
         stage = staged.results[name]
         slot, mesh = staged.sent_slot(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
         given = self._empty(slot, mesh) if value is None else value.contiguous()
@@ -328,16 +304,12 @@ class MessagesBetweenRanks:
         return given
 
     def _of_stage(self, stage: int) -> int:
-        """Return the pipeline rank that runs a stage."""
         assert self._table is not None, "a step began"
         return self._table.staged.order.stage_ranks[stage]
 
 
 def _groups_of(staged: StagedProgram) -> Iterator[str]:
-    """Yield the names of all process groups that the program needs.
-
-    They serve the collectives within stages, the reshards of received values, and the reshards of results for the user.
-    """
+    """Name the groups for collectives in stages, for reshards of received values, and for those of results."""
     yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
     graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
     for crossing in staged.crossings:
@@ -355,11 +327,11 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
 
 
 def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
-    """Yield programs that reshard a result for the user: whole, or sharded as torch's placements can express."""
+    """Yield reshards of a result to whole tensors, and to a sharding that torch's placements can express."""
     for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
         yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
-    """Return the slot with the given name."""
+    """Return the slot, of an input or result of a stage, with the given name."""
     return next(slot for slot in slots if slot.slot.name == name)

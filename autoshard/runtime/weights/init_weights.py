@@ -1,8 +1,8 @@
 """Weights of a compiled model, computed by the initialisers of its modules; each rank computes its shards.
 
 The operations of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
-rank's shards (`replay`). A random number depends on the seed, the position of the draw among all draws of the model,
-and the global index of the element. So weights are equal, bit by bit, under every plan and on any number of ranks.
+rank's shards (`replay`). A random number depends on the seed, the number of the draw, and the element's global index.
+So weights are equal, bit by bit, under every plan and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ def init_weights(
     only: Collection[str] | None = None,
     pipeline_rank_of: Mapping[str, int] = NO_PIPELINE_RANKS,
 ) -> None:
-    """Initialise the weights of a model by its initialisers. All ranks must call.
+    """Initialise the weights of a model, sharded over the ranks, by its initialisers. All ranks must call.
 
     Args:
-        model: the user's model, sharded over the ranks.
-        engine: the engine that runs it.
-        record: records the initialisers.
-        seed: the seed of random numbers.
         unset: names of weights without values, on any rank.
         only: names of the weights to initialise; None: all.
         pipeline_rank_of: see `Engine.place`.
@@ -63,10 +59,7 @@ def init_weights(
 
 
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
-    """Compute this rank's part of a weight, and write it in place.
-
-    An empty part is written too: the write raises the tensor's version, which marks the weight as set.
-    """
+    """Write this rank's part, even if it is empty: a write raises the version, which marks a weight as set."""
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))
     for piece, value in replay.pieces(name, box, part.tensor):
@@ -86,15 +79,7 @@ def _check_have_sources(names: list[str], sources: dict[str, frozenset[str]], un
 
 
 def _in_order(names: list[str], sources: dict[str, frozenset[str]]) -> list[str]:
-    """Order weights so that a weight is written after all weights that are computed from its previous value.
-
-    Args:
-        names: the weights to order.
-        sources: for each weight, the weights whose previous values it is computed from.
-
-    Raises:
-        TraceError: there is no such order.
-    """
+    """Write each weight after all weights computed from its previous value; raise `TraceError` for a cycle."""
     waiting, result = dict.fromkeys(names), []
     while waiting:
         free = [name for name in waiting if not any(name in sources[other] for other in waiting if other != name)]

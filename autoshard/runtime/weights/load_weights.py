@@ -35,10 +35,8 @@ BLOCK_BYTES = 8 * 2**20
 class Found:
     """A tensor of a model, with the tensors in files from which to load it.
 
-    Args:
-        names: the names of the tensor in the model: several if it is tied.
-        tensor: the model's tensor.
-        sources: the files' tensors, one for each of `names` that the files have.
+    `names` are the tensor's names in the model, several if it is tied. `sources` has the files' tensors, one for each
+    of these names that the files have.
     """
 
     names: Sequence[str]
@@ -62,11 +60,7 @@ def together(engine: Engine, action: str, make: Callable[[], T]) -> T:
     """Return the result of `make` if it succeeds on every rank; else raise the same `WeightsError` on all.
 
     While `make` runs, other ranks see that this rank is working. An error of another class is sent to them too.
-
-    Args:
-        engine: the engine of the model, which knows its ranks.
-        action: the name of the action, for errors.
-        make: runs on every rank.
+    `action` names the action in errors.
     """
     made, failure = [], ""
     with nullcontext() if engine.control is None else engine.control.working(action):
@@ -89,9 +83,7 @@ def _everyone(engine: Engine, said: str, action: str) -> list[str]:
 
 
 def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
-    """Find the files' tensors for each tensor of a model, and check them.
-
-    Return the tensors to load, and a description of the files, which ranks compare.
+    """Match and check the files' tensors; return the tensors to load, and a text of the files, which ranks compare.
 
     Raises:
         WeightsError: tensors are missing, unexpected, or of another shape or dtype, or tied tensors differ.
@@ -134,7 +126,7 @@ def _unlike(found: Sequence[Found], trait: Callable[[torch.Tensor | Unread], obj
 
 
 def _untied(found: Sequence[Found]) -> Iterator[str]:
-    """Yield the names of each tied parameter whose values in the files differ from name to name, on this rank."""
+    """Yield names of tied parameters whose values in files differ from name to name, on this rank."""
     for item in found:
         if len(item.sources) > 1:
             blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
@@ -159,10 +151,7 @@ def _take_all(found: Sequence[Found]) -> None:
 
 
 def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
-    """Yield blocks of this rank's part, each as a region of the part and as a region of the whole tensor.
-
-    In the file, a block spans at most about `BLOCK_BYTES`.
-    """
+    """Yield regions of the part and of the whole tensor, which span at most about `BLOCK_BYTES` in the file."""
     held = part.tensor.shape
     if not held.numel():
         return

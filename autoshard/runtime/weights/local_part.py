@@ -14,12 +14,10 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """This rank's part of a tensor; empty if only other ranks hold the tensor.
+    """This rank's part of a tensor of `shape`; empty if only other ranks hold the tensor.
 
-    Args:
-        tensor: the rank's own memory; writes to it are writes to the whole tensor.
-        offset: the global index of its first element, one entry per dim.
-        shape: the shape of the whole tensor.
+    `tensor` is the rank's own memory; writes to it are writes to the whole tensor. `offset` is the global index of its
+    first element.
     """
 
     tensor: torch.Tensor
@@ -29,11 +27,7 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """Return this rank's part of a DTensor; of a plain tensor, the whole.
-
-        Raises:
-            NotAvailableError: the DTensor is partial, or has placements that no parameter of a program has.
-        """
+        """Return this rank's part of a DTensor, or a plain tensor whole; `NotAvailableError` for a partial DTensor."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)
@@ -56,11 +50,7 @@ def offset_of(
 ) -> tuple[int, ...]:
     """Return the global index of the first element of a DTensor's shard on a rank.
 
-    Args:
-        shape: the shape of the whole tensor.
-        placements: one per dim of the mesh.
-        sizes: the sizes of the mesh's dims.
-        coordinate: the rank's coordinates on the mesh.
+    `shape` is the shape of the whole tensor. `placements`, `sizes` and `coordinate` have an entry per dim of the mesh.
 
     Example:
         >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
@@ -72,7 +62,9 @@ def offset_of(
 def index_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the position of a DTensor's shard on a rank, as slices of the whole; arguments as for `offset_of`.
+    """Return the position of a DTensor's shard on a rank, as slices of the whole tensor.
+
+    `shape` is the shape of the whole tensor. `placements`, `sizes` and `coordinate` have an entry per dim of the mesh.
 
     Example:
         >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))

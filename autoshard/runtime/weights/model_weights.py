@@ -23,14 +23,7 @@ InitFunction = Callable[[nn.Module], Any]
 
 @dataclass(slots=True)
 class Weights:
-    """Parameters and buffers of a compiled model.
-
-    Args:
-        model: the user's model.
-        engine: the engine that shards and runs the model.
-        compiler: records the model's initialisers.
-        unset: the weights that have memory but no values yet.
-    """
+    """Parameters and buffers of a compiled model: their places and initialisers, and those without values yet."""
 
     model: nn.Module
     engine: Engine
@@ -48,9 +41,7 @@ class Weights:
             self.engine.place(self.model, specs, self.pipeline_rank_of)
 
     def assign_to_pipeline_ranks(self, staged: StagedProgram) -> None:
-        """Choose the pipeline rank of each parameter: the rank whose stage of `staged` reads it.
-
-        A parameter that no stage has read so far is on pipeline rank 0.
+        """Choose each parameter's pipeline rank: that of its stage in `staged`, or 0 if no stage has read it so far.
 
         Raises:
             NotAvailableError: an earlier program has a parameter on another pipeline rank.
@@ -77,10 +68,7 @@ class Weights:
         check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:
-        """Raise `TraceError`, on every rank, if some weights have no values.
-
-        If only non-persistent buffers lack values, initialise them.
-        """
+        """Raise `TraceError`, on every rank, if a weight has no values, but initialise non-persistent buffers."""
         self.unset.refuse_use(self.model, self.engine, partial(self._init, 0, None))
 
     def init(self, seed: int, init_fn: InitFunction | None) -> None:

@@ -1,9 +1,8 @@
 """Adapters of the library peft, for export: in the format of peft's own files, or merged into the model's weights.
 
-An adapter's file has tensor names without the adapter's name, beside the configuration that `PeftModel.from_pretrained`
-reads. The library peft knows which tensors of a model belong to an adapter, and merges layers. This module calls peft's
-functions with outlines (meta tensors of the same shape and dtype), or with one layer at a time. It never imports peft
-before the user does.
+The library peft knows which tensors belong to an adapter, and merges layers. This module calls its functions with
+outlines (meta tensors of the same shape and dtype), or with one layer at a time. It never imports peft before the user
+does.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MERGE = "export(path, merge=True) writes the model with its adapters merged int
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has peft layers."""
+    """Whether at least one module of a model is of the library peft."""
     return _layer_of_peft(model) is not None
 
 
@@ -71,14 +70,8 @@ def write_configurations(model: Any, path: Path) -> None:
 def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
     """Return the model without peft's layers, on the meta device, and its tensors with active adapters merged.
 
-    A layer is merged when one of its tensors is read.
-
-    Args:
-        model: a model with peft layers.
-        tensors: the tensors of the model's state dict, by name.
-
-    Raises:
-        WeightsError: an adapter cannot be merged, or would be merged into a tied weight.
+    A layer is merged when one of its tensors is read. `tensors` are those of the model's state dict, by name. Raise
+    `WeightsError` if an adapter cannot be merged, or would be merged into a tied weight.
     """
     every = [*model.named_parameters(), *model.named_buffers()]
     outlines: dict[int, Any] = {id(item): _outline(item) for _, item in every}
@@ -133,13 +126,10 @@ class _Merging:
 
 
 def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> nn.Module:
-    """Return the module with each peft layer replaced by a plain layer.
+    """Replace each peft layer in a module of an outlined model by a plain layer.
 
-    Args:
-        module: a module of an outlined model, which is changed.
-        path: the module's name in the model with peft.
-        at: the module's name in the model without peft.
-        layers: gets an entry for each replaced layer, from its name without peft to its name with peft.
+    `path` and `at` are the module's names in the model with and without peft. `layers` gets an entry for each replaced
+    layer, from its name without peft to its name with peft.
     """
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
     from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]
@@ -160,7 +150,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """Return the plain layer that replaces a peft layer; `merge` merges the active adapters into it."""
+    """Return the plain layer that replaces a peft layer, with active adapters merged if `merge`."""
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
@@ -172,14 +162,9 @@ def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
 def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:
     """Untie the head of `base` from its embedding, also in the configuration, if their adapters differ.
 
-    Args:
-        model: the model with peft's layers.
-        base: the model without them.
-        tied: the names of each tensor of `base`.
-        layers: from the name of a tensor of `base` to the name of its peft layer in `model`.
-
-    Raises:
-        WeightsError: another weight with an adapter is tied.
+    `base` is `model` without peft's layers. `tied` has the names of each tensor of `base`. `layers` maps the name of a
+    tensor of `base` to the name of its peft layer in `model`. Raise `WeightsError` if another weight with an adapter is
+    tied.
     """
     embedding, head = _embedding_and_head(base)
     for names in tied:
@@ -197,18 +182,14 @@ def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: M
 
 
 def _embedding_and_head(base: Any) -> tuple[Any, Any]:
-    """Return the embedding and the head of a transformers model with a head; None twice for other models."""
+    """Return embedding and head; None twice if a model is not of transformers, or has no head."""
     if not transformers_weights.applies_to(base) or base.get_output_embeddings() is None:
         return None, None
     return base.get_input_embeddings(), base.get_output_embeddings()
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Return the folder (a prefix of file names, such as "other/") and configuration of each adapter, by adapter name.
-
-    Raises:
-        WeightsError: the model only contains a model of peft.
-    """
+    """Return each adapter's folder (a prefix of file names, such as "other/") and configuration, by its name."""
     configurations = getattr(model, "peft_config", None)
     if not isinstance(configurations, Mapping):
         raise WeightsError(
@@ -236,7 +217,6 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _layer_of_peft(model: nn.Module) -> str | None:
-    """Return the name and class of the first peft module, for messages; None if there is none."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             return f"{name or 'The model'} ({type(module).__name__} of peft)"

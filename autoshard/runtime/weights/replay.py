@@ -1,12 +1,11 @@
 """Compute weights from the record of their initialisers: part by part if possible, else whole and then sliced.
 
-A record (`Initialisation`) lists operations on memories, which are numbered. A tensor of the record is a view of a
-memory (`StridedView`). A box is a rectangular part of a tensor.
+A record (`Initialisation`) lists operations on numbered memories. A tensor of the record is a view of a memory
+(`StridedView`). A box is a rectangular part of a tensor.
 
 A weight can be computed by parts if its values are drawn, filled, or computed elementwise from tensors of its shape.
-Boxes of the weight may be written too, such as a row of zeros for padding. The formula of a weight is the expression
-tree that gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank,
-one weight at a time.
+Boxes of it may be written too, such as a row of zeros for padding. The formula of a weight is the expression tree that
+gives the values of any box. Any other weight (such as an orthogonal matrix) is computed whole on every rank.
 """
 
 from __future__ import annotations
@@ -57,12 +56,10 @@ class _Applied:
 
 @dataclass(frozen=True, slots=True)
 class _BoxedValue:
-    """A formula: a value into which boxes are written, one by one.
+    """A formula: a value (`first`) into which boxes are written, one by one.
 
-    Args:
-        first: the value before the writes.
-        writes: for each write, the written box, the dims of the box that the written tensor has, and the operator that
-            writes. The other dims of the box have size 1.
+    A write has the written box, the dims of the box that the written tensor has, and the operator that writes. The
+    other dims of the box have size 1.
     """
 
     first: _Formula
@@ -74,13 +71,10 @@ _Formula = _Drawn | _Before | _Applied | _BoxedValue
 
 @dataclass(slots=True)
 class Replay:
-    """Computes the values of a record.
+    """Computes the values of a record, on the device of `seed`, the seed of random numbers.
 
-    Args:
-        record: the recorded operations of initialisers.
-        seed: the seed of random numbers; values are computed on its device.
-        whole_of: takes the name of a weight; returns its whole value before initialisation. All ranks must call it for
-            the same weights in the same order.
+    `whole_of` takes the name of a weight, and returns its whole value before initialisation. All ranks must call it for
+    the same weights in the same order.
     """
 
     record: Initialisation
@@ -101,10 +95,7 @@ class Replay:
     def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the values of a part of a weight, piece by piece: a box, relative to the part, and the values in it.
 
-        Args:
-            name: the name of the weight.
-            part: the part, which may be empty.
-            before: the part's values before initialisation.
+        `part` may be empty. `before` has its values before initialisation.
         """
         end, time = self.record.ends[name], len(self.record.operations)
         try:
@@ -119,10 +110,8 @@ class Replay:
     def _formula(self, view: StridedView, time: int, root: int) -> _Formula:
         """Return the formula of the tensor `view` as it is before operation number `time`.
 
-        `root` is the number of the memory that the weight has before initialisation.
-
-        Raises:
-            _NotByPartsError: the tensor cannot be computed by parts.
+        `root` is the number of the memory that the weight has before initialisation. Raise `_NotByPartsError` if the
+        tensor cannot be computed by parts.
         """
         memory = view.memory
         if not view.is_in_order(self.record.numels[memory]):
@@ -133,11 +122,7 @@ class Replay:
         return _BoxedValue(first, found) if found else first
 
     def _first(self, view: StridedView, root: int) -> _Formula:
-        """Return the formula of the value that a tensor has before the first write to its memory.
-
-        Raises:
-            _NotByPartsError: the value cannot be computed by parts.
-        """
+        """Return the formula of the value before the first write to the tensor's memory."""
         if view.memory == root:
             return _Before(view.dtype, False)
         index, created = self._creations.get(view.memory, (0, None))
@@ -159,11 +144,7 @@ class Replay:
         return *found, self._apply(self.record.operations[index], index, written, root)
 
     def _apply(self, operation: Operation, index: int, result: StridedView, root: int) -> _Applied:
-        """Return the formula of operation number `index`; `result` is its result.
-
-        Raises:
-            _NotByPartsError: the operation is not elementwise.
-        """
+        """Return the formula of operation number `index`, which must be elementwise."""
         given = [item for item in operation.args if isinstance(item, StridedView)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
         is_plain = len(given) == sum(isinstance(leaf, StridedView) for leaf in leaves)
@@ -196,10 +177,7 @@ class Replay:
         return writes, False
 
     def _value(self, formula: _Formula, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """Compute a box of a formula's value, in new memory.
-
-        `before` is the same box of the weight before initialisation.
-        """
+        """Compute a box in new memory. `before` is the same box of the weight before initialisation."""
         match formula:
             case _Drawn(operation):
                 distribution, parameters, site, *_, shape = operation.args[1:]
@@ -219,10 +197,7 @@ class Replay:
                 return value
 
     def _call(self, applied: _Applied, written: torch.Tensor | None, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """Run an operator on a box of its operands, and return the result.
-
-        `written` is the tensor that it writes, or None. `before` is the box of the weight before initialisation.
-        """
+        """Run an operator on a box. `written` is the tensor that it writes, `before` the weight's initial box."""
 
         def value_of(operand: _Formula | torch.Tensor | None) -> torch.Tensor | None:
             if operand is None:
@@ -234,11 +209,10 @@ class Replay:
         return applied.operation.target(*args, **applied.operation.kwargs)
 
     def _tensor(self, view: StridedView, time: int) -> torch.Tensor:
-        """Return the whole tensor of a view, as it is before operation number `time`."""
         return _at(view, self._memory(view.memory, time))
 
     def _memory(self, memory: int, time: int) -> torch.Tensor:
-        """Return the whole of a memory, as a flat tensor, as it is before operation number `time`."""
+        """Return the whole memory, flat, as it is before operation number `time`."""
         writes, is_filled = self._relevant(memory, time)
         count = sum(index < time for index, _ in self._writes.get(memory, ()))
         if (memory, count) in self._wholes:
@@ -254,7 +228,7 @@ class Replay:
         return flat
 
     def _before_first_write(self, memory: int, *, is_written: bool) -> torch.Tensor:
-        """Return the whole of a memory before its first write, as a flat tensor; a copy if it will be written."""
+        """Return the whole memory before its first write, flat; a copy if it will be written."""
         if memory in self._creations:
             if (memory, 0) not in self._wholes:
                 self._run_creating(self._creations[memory][0])
@@ -286,10 +260,10 @@ class Replay:
                 self._wholes[view.memory, 0] = flat
 
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
-        """Run an operation, of number `index`, on whole tensors, and return its results.
+        """Run operation number `index` on whole tensors.
 
-        `own` maps the numbers of memories to flat tensors, which the operation may write. If it writes to another
-        memory, it writes to a copy.
+        `own` maps the numbers of memories to flat tensors, which the operation may write. It writes to copies of other
+        memories.
         """
 
         def tensor_of(view: StridedView) -> torch.Tensor:
@@ -309,14 +283,14 @@ def _at(view: StridedView, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of a tensor with only the dims in `dims`; the dropped dims have one element each."""
+    """Drop all dims but `dims`; the dropped dims have one element each."""
     for dim in reversed(range(tensor.dim())):
         tensor = tensor if dim in dims else tensor.select(dim, 0)
     return tensor
 
 
 def _cut(box: Box) -> Iterator[Box]:
-    """Yield boxes of at most `_AT_ONCE` elements that make up `box`, in order; an empty box is yielded as it is."""
+    """Cut a box into boxes of at most `_AT_ONCE` elements, in order; an empty box stays as it is."""
     if box.numel <= _AT_ONCE:
         yield box
         return

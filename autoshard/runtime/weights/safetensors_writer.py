@@ -1,9 +1,7 @@
-"""Write a safetensors file block by block.
+"""Write a safetensors file block by block, so that not all tensors are in memory.
 
-The library safetensors writes a file from tensors that are all in memory. This module writes and frees each block.
 The format (https://github.com/huggingface/safetensors#format) begins with the length of the header in 8 bytes,
-little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values of all tensors follow, without
-gaps.
+little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values follow, without gaps.
 """
 
 from __future__ import annotations
@@ -37,20 +35,12 @@ def check_types(tensors: Mapping[str, Unread]) -> None:
 
 
 def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
-    """Return the names of a file's tensors in the order of writing.
-
-    Wide dtypes come first, so that each tensor's offset is a multiple of its dtype's size.
-    """
+    """Return names in the order of writing: wide dtypes first, so that offsets are multiples of dtypes' sizes."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 class SafetensorsWriter:
-    """Writes a file of tensors. Pass the values to `write` block by block, in the order of `in_file_order`.
-
-    Args:
-        path: the file.
-        tensors: shape and dtype of each tensor, by name.
-    """
+    """Writes the file `path`. Pass the values of `tensors` to `write` in blocks, in the order of `in_file_order`."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -72,7 +62,6 @@ class SafetensorsWriter:
             self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsWriter:
-        """Return the writer."""
         return self
 
     def __exit__(

@@ -1,9 +1,8 @@
 """Convert between the tensors of a transformers model and the tensors of its files.
 
-A folder may use older names, with or without the prefix of the base model. It may also have other tensors, for example
-one matrix per expert when the model has one tensor for all. The library transformers knows for each class how to
-convert between the files' tensors and the model's. This module calls its functions (of version 5) with tensors that are
-not read yet. It never imports transformers before the user does.
+Files may have older names, or other tensors, such as one matrix per expert. The library transformers (version 5) knows
+for each class how to convert. This module calls its functions with tensors that are not read yet, and imports it only
+after the user.
 """
 
 from __future__ import annotations
@@ -31,18 +30,10 @@ def applies_to(model: nn.Module) -> bool:
 
 
 def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
-    """Convert the tensors of files to the model's form.
+    """Convert the tensors of files, `stored`, to the form of a transformers model, whose tensors have `names`.
 
-    Args:
-        model: a transformers model.
-        names: the names of the model's tensors.
-        stored: the files' tensors, by their names in the files.
-
-    Returns:
-        The converted tensors by the model's names, and the names in the files that the model lacks.
-
-    Raises:
-        WeightsError: several tensors of the files are one tensor of the model.
+    Return the converted tensors by the model's names, and the names in the files that the model lacks. Raise
+    `WeightsError` if several tensors of the files are one tensor of the model.
     """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -77,10 +68,7 @@ def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) 
 def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> dict[str, Unread]:
     """Convert a model's tensors to the form of `save_pretrained`, and return them by their names in files.
 
-    Args:
-        model: a transformers model.
-        tensors: the model's tensors, by name.
-        tied: all names of each tensor. A tied tensor is written once.
+    `tied` has all names of each tensor. A tied tensor is written once.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -92,7 +80,7 @@ def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str
 
 
 def optional_among(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return the `names` of tensors that files may lack, according to the model's class."""
+    """Return those of a model's tensor `names` that files may lack, according to the model's class."""
     return frozenset(name for name in names if _fits(model._keys_to_ignore_on_load_missing, name))
 
 

@@ -1,9 +1,8 @@
 """Tensors that are read only when needed, and only the needed region.
 
-A tensor in a file, or a sharded tensor, has a shape and a dtype before it is read. Functions that only move values
-(`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another `Unread`, whose regions consist of
-regions of the first. So a library's code that makes a model's tensors from files' tensors can run before any value is
-read. Any other function runs on whole operands when its result is read.
+Functions that only move values (`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another
+`Unread`, whose regions consist of regions of the first. So a library's code that makes a model's tensors from files'
+tensors can run before any value is read. Any other function runs on whole operands when its result is read.
 """
 
 from __future__ import annotations
@@ -52,24 +51,19 @@ def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of a region."""
+    """Return the shape of a region: the size of each slice."""
     return tuple(part.stop - part.start for part in region)
 
 
 class Unread:
-    """A tensor of known shape and dtype whose values are not read yet.
-
-    Args:
-        shape: the shape.
-        dtype: the dtype.
-        read: returns the values of a region.
+    """A tensor of known shape and dtype whose values are not read yet. `read` returns the values of a region.
 
     Example:
         >>> whole = torch.arange(6.0).reshape(2, 3)
         >>> unread = torch.cat([Unread(whole.shape, whole.dtype, whole.__getitem__)] * 2)
         >>> tuple(unread.shape), unread.read((slice(1, 3), slice(0, 1)))
         ((4, 3), tensor([[3.],
-                         [0.]]))
+                [0.]]))
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Read) -> None:
@@ -78,7 +72,6 @@ class Unread:
         self._read = read
 
     def __repr__(self) -> str:
-        """Return the shape and dtype as text."""
         return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
@@ -106,16 +99,12 @@ class Unread:
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply `function` to unread tensors, and return its result, whose tensors are unread.
-
-    If the function only moves values, reading the result reads regions of the operands, else whole operands.
-    """
+    """Apply a function. If it only moves values, reading a result reads regions of operands, else whole operands."""
     moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
     return moved(*args, **kwargs)
 
 
 def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """Apply `torch.cat` to unread tensors."""
     dim %= len(parts[0].shape)
     shape = list(parts[0].shape)
     others = {(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}
@@ -140,12 +129,10 @@ def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
 
 
 def _stacked(parts: Sequence[Unread], dim: int = 0) -> Unread:
-    """Apply `torch.stack` to unread tensors."""
     return _joined([_unsqueezed(part, dim) for part in parts], dim)
 
 
 def _unsqueezed(tensor: Unread, dim: int) -> Unread:
-    """Apply `torch.unsqueeze` to an unread tensor."""
     dim %= len(tensor.shape) + 1
     shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
 
@@ -157,7 +144,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """Apply `torch.squeeze` to one dim of an unread tensor, or to all dims."""
+    """Apply `torch.squeeze` to one dim, or to all dims without `dim`."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -172,7 +159,6 @@ def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
 
 
 def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
-    """Apply `torch.narrow` to an unread tensor."""
     shape = list(tensor.shape)
     shape[dim] = length
 
@@ -184,7 +170,6 @@ def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
 
 
 def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
-    """Apply `torch.split` to an unread tensor."""
     dim %= len(tensor.shape)
     size, sizes = tensor.shape[dim], split_size_or_sections
     if isinstance(sizes, int):
@@ -194,12 +179,10 @@ def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int
 
 
 def _chunked(tensor: Unread, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
-    """Apply `torch.chunk` to an unread tensor."""
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
 def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
-    """Apply `torch.transpose` to an unread tensor."""
     shape = _swapped(tensor.shape, dim0, dim1)
 
     def read(region: Region) -> torch.Tensor:

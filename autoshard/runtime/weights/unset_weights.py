@@ -1,9 +1,8 @@
 """Keep track of weights that have memory but no values yet, in a model that was built on the meta device.
 
-A model built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its weights are
-zeros until they are written: by `init_weights`, `load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or
-the user. All of these write in place, which torch counts in a tensor's version. A call of the model raises an error
-until all weights are written.
+Such weights are zeros from the placement of the first program until they are written in place, by `init_weights`,
+`load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or the user. Torch counts the write in a tensor's
+version. A call of the model raises an error until all weights are written.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class UnsetWeights:
     def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
         """Raise `TraceError`, on every rank, if a weight of `model` is unset on any rank.
 
-        If only non-persistent buffers are unset, because weights were loaded, call `make` with their names to
-        initialise them.
+        If weights were loaded and only non-persistent buffers are unset, call `make` with their names to initialise
+        them.
         """
         if not self._may_be_some:
             return

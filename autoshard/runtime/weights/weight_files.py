@@ -1,9 +1,8 @@
 """Safetensors files as one set of named tensors that can be read by regions.
 
-The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder, as
-transformers, diffusers and safetensors write them. The library maps a file into memory, and reads only the pages that a
-region touches. The pages count as memory of this process until the file is closed, so files are reopened from time to
-time.
+The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder. The library
+maps a file into memory, and reads only the pages that a region touches. These count as memory of this process until the
+file is closed, so files are reopened from time to time.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ _MOST_MAPPED_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFiles:
-    """Files to read.
+    """Files to read. `index` lists them, or is None.
 
-    Args:
-        paths: the files.
-        index: the index that lists them; None without an index.
-        promised: the file of each tensor according to the index, by the tensor's name.
+    `promised` is the file of each tensor according to the index, by the tensor's name.
     """
 
     paths: tuple[Path, ...]
@@ -45,10 +41,7 @@ class _IndexedFiles:
 
 
 class WeightFiles:
-    """The tensors of a set of safetensors files.
-
-    Args:
-        path: a folder, a file, or an index.
+    """The tensors of a set of safetensors files: of a folder, a file, or an index.
 
     Attributes:
         tensors: the tensors by name; their values are read when needed.
@@ -72,7 +65,7 @@ class WeightFiles:
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
     def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
-        """Add the tensors of each file to the attributes `tensors` and `homes`; yield a text for each problem."""
+        """Add the tensors of each file to `tensors` and `homes`; yield a text for each problem."""
         for path in found.paths:
             try:
                 tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
@@ -100,7 +93,6 @@ class _RegionReader:
         self._mapped_bytes = 0
 
     def read(self, path: Path, name: str, region: Region) -> torch.Tensor:
-        """Return the values of a region of the tensor `name` in a file."""
         if path != self._path or self._mapped_bytes > _MOST_MAPPED_BYTES:
             self._file = None  # closed before it is opened again
             self._file, self._path, self._mapped_bytes = _opened(path), path, 0
@@ -112,17 +104,13 @@ class _RegionReader:
 
 
 def _touched_bytes(values: torch.Tensor) -> int:
-    """Return the number of bytes in the file from the first to the last of the values."""
+    """Count the bytes in the file from the first to the last of the values."""
     steps = zip(values.shape, values.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
 
 
 def _opened(path: Path) -> Any:
-    """Return an open safetensors file. The library checks its header and its length.
-
-    Raises:
-        WeightsError: the file is missing or damaged.
-    """
+    """Open a file; the library checks its header and its length. Raise `WeightsError` for a missing or damaged file."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
@@ -134,14 +122,13 @@ def _opened(path: Path) -> Any:
 
 
 def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and dtype of a tensor in a file, without reading its values."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
 
 
 def _find(path: Path) -> _IndexedFiles:
-    """Return the files that a path stands for: a file, the files of an index, or the files of a folder."""
+    """Find the files of a path: a file, the files of an index, or the files of a folder."""
     if path.is_file():
         return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
@@ -168,7 +155,6 @@ def _find(path: Path) -> _IndexedFiles:
 
 
 def _of_index(path: Path) -> _IndexedFiles:
-    """Return the files that an index lists."""
     try:
         names = parse(path.read_text(encoding="utf-8"))["weight_map"]
         outside = [file for file in names.values() if not _stays_inside(file)]
@@ -184,7 +170,6 @@ def _of_index(path: Path) -> _IndexedFiles:
 
 
 def _stays_inside(file: str) -> bool:
-    """Whether a file name in an index stays in the index's folder."""
     path = PurePosixPath(file)
     return not (path.is_absolute() or ".." in path.parts or "\0" in file or "\\" in file)
 

@@ -18,12 +18,9 @@ from autoshard.runtime.weights.unread import Unread
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The match of files' tensors to a model's tensors.
+    """The files' tensors by their names in the model, and the names that do not match.
 
-    Args:
-        sources: the files' tensors, by their names in the model.
-        unexpected: names in files that the model lacks.
-        optional: names in the model that files may lack.
+    `unexpected` are names in files that the model lacks. `optional` are names in the model that files may lack.
     """
 
     sources: dict[str, Unread] = field(default_factory=dict)
@@ -32,10 +29,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that files can hold, by name: parameters and the buffers of the state dict.
-
-    A tied parameter is there under each of its names.
-    """
+    """Return the tensors that files can hold: parameters, under each of their names, and persistent buffers."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -69,12 +63,8 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
     """Return the tensors to write into files, by their names there.
 
-    A tied tensor is written once, under a name from which loading finds its other names.
-
-    Args:
-        model: the model.
-        tensors: its tensors, by name.
-        tied: all names of each tensor.
+    A tied tensor is written once, under a name from which loading finds its other names. `tied` has all names of each
+    tensor.
     """
     if transformers_weights.applies_to(model):
         return transformers_weights.reverted(model, tensors, tied)
