@@ -66,7 +66,7 @@ from passes.verification.verify_passes import verifies_each_pass, verify_pass
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
-from passes.verification.weigh_loss import weigh_step
+from passes.verification.weigh_step import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
