@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -133,8 +133,9 @@ def run(train: Callable[[Run], T], *, checkpoints: Checkpoints) -> T:
             f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}; pass autoshard.Checkpoints(folder)."
         )
     _choose_device()
-    call = record(_train) if "TORCHELASTIC_ERROR_FILE" in os.environ else _train  # the launcher reads the error there
-    return call(train, checkpoints)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher reads the error there
+        return cast(T, record(_train)(train, checkpoints))
+    return _train(train, checkpoints)
 
 
 def _train(train: Callable[[Run], T], checkpoints: Checkpoints) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import autoshard
 from autoshard import NotAvailableError
@@ -152,6 +154,25 @@ def test_a_training_function_may_end_early(tmp_path: Path) -> None:
 
     assert autoshard.run(train, checkpoints=checkpoints) == 2
     assert checkpoints.latest == tmp_path / "step-2"
+
+
+def test_a_data_loader_keeps_its_place(tmp_path: Path) -> None:
+    """A run in three parts, over epochs of three batches, has the losses of a run in one part."""
+
+    def losses_until(folder: Path, until: int) -> list[float]:
+        def train(run: autoshard.Run) -> list[float]:
+            torch.manual_seed(0)
+            step = make_step()
+            dataset = TensorDataset(torch.arange(12.0).view(6, 2).sin())
+            loader = autoshard.data.loader(dataset, step, batch_size=2, seed=0)
+            batches = (batch for _ in itertools.count() for batch in loader)
+            return [float(step(*next(batches))) for _ in run.steps(step, until, data=loader)]
+
+        return autoshard.run(train, checkpoints=autoshard.Checkpoints(folder))
+
+    parts = [losses_until(tmp_path / "parts", until) for until in (2, 3, 8)]
+    assert [len(part) for part in parts] == [2, 1, 5]
+    assert [*parts[0], *parts[1], *parts[2]] == losses_until(tmp_path / "whole", 8)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def place_of(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse `NODE_TYPE:NODESxDEVICES` (`NODE_TYPE` alone is one whole node), or the name of a .toml file.
+    """Return the cluster `NODE_TYPE:NODESxDEVICES`, one whole node for `NODE_TYPE`, or the cluster of a .toml file.
 
     Raises:
         MeshError: the text is not of this form.
@@ -37,7 +37,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse a mesh like `data=8,model=8`.
+    """Return the mesh of a text such as `data=8,model=8`.
 
     Raises:
         MeshError: the text is not of this form.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.show import text_of
 from autoshard.ir.spec import PartitionSpec
@@ -15,11 +17,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Cost of the best plan of some kind.
+    """Cost of the fastest plan that meets one condition, such as a given spec of a value.
 
     Args:
-        fits: whether a plan of the kind fits memory and the user's constraints; if not, only `smallest_bytes` may be
-            given.
+        fits: whether a plan under the condition fits memory and the user's constraints; if not, only `smallest_bytes`
+            may be given.
         step_time_s: predicted seconds of a step.
         peak_memory_bytes: predicted peak memory of each rank.
         breakdown: seconds of each part of the step, by the part's name.
@@ -46,7 +48,7 @@ class Alternative(Outcome):
 
 @dataclass(frozen=True, slots=True)
 class Variant(Outcome):
-    """One way to have a feature, or one change of the hardware (`name`, in words), with the cost of the best plan."""
+    """Cost of the best plan under a changed condition. `name` is the condition in words, e.g. "10 % more memory"."""
 
     name: str
 
@@ -100,7 +102,7 @@ class WhyNot:
         chosen: predicted cost of the plan itself.
         variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
         memory_budget: memory limit of a device in bytes, or None.
-        missing: the reason, in words, for empty `variants`; else "".
+        missing: why the answer has no `variants`, in words; "" if it has some.
     """
 
     feature: str
@@ -126,8 +128,8 @@ class Limits:
         chosen: predicted cost of the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: memory limit of a device in bytes, or None.
-        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), averaged over a tenth
-            more memory; None without a limit.
+        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), found by planning with
+            10 % more memory; None without a limit.
     """
 
     chosen: Outcome
@@ -162,8 +164,9 @@ class Comparison:
         parameters: both specs of each parameter whose spec differs; None for a plan without the parameter.
         outputs: both specs of each result whose spec differs, by kind and name ("gradient w", "output output:0").
         meshes: both meshes as text.
-        tokens_per_s: None for a plan whose inputs are no tokens. Steps of two recipes may have different batches.
-        recipes: None for a plan whose specs were searched.
+        tokens_per_s: tokens per second of both plans; compare these if the plans have different batches. None for a
+            plan whose inputs are no tokens.
+        recipes: the recipe of each plan; None for a plan whose specs were searched.
     """
 
     step_time_s: tuple[float, float]
@@ -179,7 +182,7 @@ class Comparison:
 
     @property
     def recipe_fields(self) -> dict[str, tuple[object, object]]:
-        """Each field in which the two recipes differ, with both values; empty if a plan has no recipe."""
+        """Name of each recipe field that differs, to its values in both plans; empty if a plan has no recipe."""
         first, second = self.recipes
         if first is None or second is None:
             return {}
@@ -190,14 +193,59 @@ class Comparison:
         return text_of(self)
 
 
-def both_parts(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
-    """Return both values of each key, with `absent` for a missing value."""
+class Compared(Protocol):
+    """A plan, as far as a comparison reads it."""
+
+    @property
+    def predicted(self) -> Prediction:
+        """The predicted cost of a step."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterPlan]:
+        """The layout of each parameter, by name."""
+        ...
+
+    @property
+    def outputs(self) -> Mapping[str, PartitionSpec]:
+        """The spec of each result, by kind and name."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe; None where all specs were searched."""
+        ...
+
+
+def side_by_side(first: Compared, second: Compared) -> Comparison:
+    """Return the comparison of two plans."""
+    mine, others = first.predicted, second.predicted
+    specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
+    return Comparison(
+        step_time_s=(mine.step_time_s, others.step_time_s),
+        peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
+        breakdown=_both(mine.breakdown, others.breakdown, 0.0),
+        hidden=_both(mine.hidden, others.hidden, 0.0),
+        memory_breakdown=_both(mine.memory_breakdown, others.memory_breakdown, 0),
+        parameters=_differing(*specs),
+        outputs=_differing(first.outputs, second.outputs),
+        meshes=(str(first.mesh), str(second.mesh)),
+        tokens_per_s=(mine.tokens_per_s, others.tokens_per_s),
+        recipes=(first.recipe, second.recipe),
+    )
+
+
+def _both(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
     return {name: (first.get(name, absent), second.get(name, absent)) for name in {**first, **second}}
 
 
-def differing_specs(
+def _differing(
     first: Mapping[str, PartitionSpec], second: Mapping[str, PartitionSpec]
 ) -> dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]:
-    """Return both specs of each name whose specs differ, with None for a missing spec."""
     pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
-from autoshard.ir.answers import Comparison, Explanation, Limits, WhyNot, both_parts, differing_specs
+from autoshard.ir.answers import Comparison, Explanation, Limits, WhyNot, side_by_side
 from autoshard.ir.files import read_text, write_text
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
@@ -55,7 +55,7 @@ _OF_STAGES = ("stages", "order")
 
 
 class Formulas(Protocol):
-    """Maker of a plan's formulas; traces the model at more sizes when the first formula is requested."""
+    """Object that makes the formulas of a plan; the first request traces the model at further sizes."""
 
     def formula(
         self,
@@ -71,18 +71,18 @@ class Formulas(Protocol):
 
 
 class Alternatives(Protocol):
-    """Answerer of questions about a plan, which plans the same program again under other choices."""
+    """Object that answers questions about a plan by planning the same program again, under other conditions."""
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """Return the answer of `Plan.why_not`."""
+        """Return the best plan for each way to have `feature`, the answer of `Plan.why_not`."""
         ...
 
     def limits(self, plan: Plan) -> Limits:
-        """Return the answer of `Plan.limits`."""
+        """Return the time that more memory or faster hardware would save, the answer of `Plan.limits`."""
         ...
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Return the answer of `Plan.explain`."""
+        """Return each possible spec of the value `name` with its best plan, the answer of `Plan.explain`."""
         ...
 
 
@@ -103,7 +103,7 @@ class Plan:
         search_time_s: wall time of the search, in seconds.
         baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on
             no mesh. Recipes far slower than the plan are lowered when their step is first read.
-        hardware: name of the cluster that priced the plan.
+        hardware: name of the cluster for which the plan's times are predicted.
         memory_budget: memory limit of a device in bytes, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where the model computes in its
             own types.
@@ -214,7 +214,7 @@ class Plan:
     def gap(self) -> float | None:
         """Relative gap between objective and proven bound, `1 - lower_bound / objective`; None without a bound.
 
-        The objective is a sum of prices; in a plan under another runtime, a predicted step time.
+        The objective is a sum of predicted seconds; in a plan under another runtime, a predicted step time.
         """
         if self.lower_bound is None:
             return None
@@ -338,8 +338,9 @@ class Plan:
 
         Raises:
             InvalidSpecError: no feature has this name.
-            NotAvailableError: the plan has no model at hand, as for `explain`; or the question needs other meshes and
-                the plan has constraints or no optimizer. The message names the call to make instead.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`. Also if the question needs other meshes, and the plan has constraints or no optimizer. The
+                message names the call to make instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
@@ -350,7 +351,8 @@ class Plan:
         Each change is planned by a new search. Print the result; `binding` names the change that saves the most time.
 
         Raises:
-            NotAvailableError: the plan has no model at hand, as for `explain`.
+            NotAvailableError: the plan has no model at hand, because it came from a file, `autoshard.price` or
+                `compile`.
         """
         return self._alternatives("limits()").limits(self)
 
@@ -373,7 +375,7 @@ class Plan:
                 f"compare({other!r}): a {type(other).__name__} is no plan; pass an autoshard.Plan, such as "
                 "Plan.load(path) reads."
             )
-        return _side_by_side(self, other)
+        return side_by_side(self, other)
 
     def run(
         self,
@@ -473,23 +475,6 @@ class Plan:
 
     def __str__(self) -> str:
         return text_of(self)
-
-
-def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    mine, others = first.predicted, second.predicted
-    specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
-    return Comparison(
-        step_time_s=(mine.step_time_s, others.step_time_s),
-        peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
-        breakdown=both_parts(mine.breakdown, others.breakdown, 0.0),
-        hidden=both_parts(mine.hidden, others.hidden, 0.0),
-        memory_breakdown=both_parts(mine.memory_breakdown, others.memory_breakdown, 0),
-        parameters=differing_specs(*specs),
-        outputs=differing_specs(first.outputs, second.outputs),
-        meshes=(str(first.mesh), str(second.mesh)),
-        tokens_per_s=(mine.tokens_per_s, others.tokens_per_s),
-        recipes=(first.recipe, second.recipe),
-    )
 
 
 def _read_stages(data: object) -> tuple[Plan, ...]:

@@ -28,6 +28,7 @@ class ProgramUpdate:
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
         writes: slots of updated parameters and state; for a stage that clips, also of its sum of squares.
+        engine: runs the graph.
     """
 
     graph_module: fx.GraphModule
@@ -37,16 +38,19 @@ class ProgramUpdate:
     engine: Engine
 
     def load(self) -> None:
-        """Load all graphs now. The graphs may bind process groups, so all ranks of a stage must load together."""
+        """Load all graphs now. Loading may make process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
     def run_squares(
         self, carried: Sequence[LocalValue], held: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
-        """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
+        """Return the sum of the squares of a stage's gradients, a scalar, or None if the stage does not clip gradients.
 
-        Return the sum as a scalar (None if the stage does not clip), and local values to pass to `run` as `kept`.
-        `carried` are the summed gradients, and `held` has the tensors of `reads`.
+        The second result are local values for the argument `kept` of `run`.
+
+        Args:
+            carried: local values of the gradients, summed over micro-batches.
+            held: the user's tensors, in the order of `reads`.
         """
         if self._first is None or self._squares is None:
             return None, []
@@ -63,10 +67,13 @@ class ProgramUpdate:
         kept: Sequence[LocalValue] = (),
         squares: torch.Tensor | None = None,
     ) -> None:
-        """Update the user's parameters and state in place.
+        """Update the user's parameters and optimizer state in place.
 
-        `kept` are the values from `run_squares`, `squares` is the sum of squares over all stages, or None if stages do
-        not clip. The other arguments are those of `run_squares`; `carried` is emptied.
+        Args:
+            carried: local values of the gradients, summed over micro-batches. The list is emptied.
+            held: the user's tensors, in the order of `reads`.
+            kept: the local values from `run_squares`.
+            squares: the sum of squares of all stages' gradients; None if stages do not clip.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
@@ -81,7 +88,7 @@ class ProgramUpdate:
 
     @cached_property
     def _squares(self) -> int | None:
-        """The position of the sum of squares among the results; None if the update does not return it."""
+        """The position of the sum of squares in `writes`; None if the update does not return it."""
         kinds = [slot.slot.kind for slot in self.writes]
         return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
 
@@ -95,13 +102,16 @@ class ProgramUpdate:
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """The position in `reads` of the value that each updated value replaces."""
+        """For each updated value, the position in `reads` of the value that it replaces."""
         places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.reads)}
         return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
 
     @cached_property
     def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
-        """The first graph (or None), the second graph, and the number of values that it takes from the first."""
+        """The first graph, the second graph, and how many values the second takes from the first.
+
+        The first is None if the stage does not return its sum of squares.
+        """
         if self._squares is None:
             return None, self.graph_module, 0
         return cut_graph(self.graph_module, (self._squares,))

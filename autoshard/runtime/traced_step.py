@@ -16,7 +16,7 @@ from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, common_program, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import LossWeigher, MicroBatches, common_program, share_of, sum_of
 from autoshard.runtime.program_run import ProgramRun
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -24,11 +24,15 @@ from autoshard.runtime.traced_optimizer import TracedState
 
 
 class TracedStep:
-    """Runs forward, backward and update of `sharded` by a traced `optimizer` as one program, in stages or whole.
+    """Runs training steps of `sharded`, each as one program: forward, backward, and the update of a traced `optimizer`.
 
     Args:
+        sharded: the model.
+        optimizer: the optimizer, whose update is part of the program.
         max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
         order: the order of the tasks of a program without stages.
+        executor: runs the tasks.
+        weigher: finds the weights of micro-batches in the loss.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 
@@ -39,31 +43,33 @@ class TracedStep:
         max_grad_norm: float | None,
         order: PipelineOrder,
         executor: Executor,
+        weigher: LossWeigher,
         graphs: GraphedPasses | None = None,
     ) -> None:
         self._sharded = sharded
         self._order = order
+        self._weigher = weigher
         self._executor = executor
         self._graphs = graphs
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
 
     def clip_to(self, max_grad_norm: float | None) -> None:
-        """Clip gradients to this norm from the next step on."""
+        """Set the norm to which gradients are clipped from the next step on; None: no clipping."""
         self._state.max_grad_norm = max_grad_norm
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Compile the program of a step for a micro-batch with these arguments; return its plan."""
+        """Compile the program of a step, given a micro-batch's arguments; return its plan."""
         members = self._sharded.members()
         executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
         self._executor.prepare(executable, self._order)
         return executable.compiled.plan
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
-        """Run one step on the arguments of each micro-batch in `parts`; return the loss of the whole batch."""
+    def run(self, batch: MicroBatches, members: Members) -> torch.Tensor:
+        """Run one step on the micro-batches of a batch; return the loss of the whole batch."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
-        executable, calls = common_program(self._sharded, parts, find)
-        weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
+        executable, calls = common_program(self._weigher, batch, find)
+        weights, losses = self._weigher.weights_of(executable.compiled, batch), list[torch.Tensor]()
 
         def inputs(micro_batch: int) -> dict[int, Sequence[torch.Tensor]]:
             return self._inputs(executable, calls[micro_batch])
@@ -87,7 +93,7 @@ class TracedStep:
         return executable.by_stage(tensors)
 
     def _hand_out(self, program: Executable, results: Sequence[LocalValue], loss_name: str) -> torch.Tensor | None:
-        """Write updated buffers and attributes into the model; return the loss if it is among the results."""
+        """Set buffers and attributes of the model from a stage's results; return the loss, if it is among them."""
         loss, kept = None, program.phased.lowered.traced.kept
         paths = {f"output:{index}": path for index, path in kept.items()}
         for slot, value in zip(program.outputs, results, strict=True):
@@ -100,7 +106,7 @@ class TracedStep:
         return loss
 
     def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Run the updates of this process's stages, on gradients summed over micro-batches."""
+        """Update the parameters of this process's stages, with gradients summed over micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.gradient_sums or [] for number, stage in run.stages.items()}

@@ -15,18 +15,31 @@ import torch
 from torch import nn
 
 from autoshard.errors import NotAvailableError
+from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
+from autoshard.runtime.micro_batches import (
+    LossWeigher,
+    MicroBatches,
+    Part,
+    Weigh,
+    naming_micro_batches,
+    parts_of,
+    share_of,
+    sum_of,
+    weighs_nothing,
+)
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import TracedStep
@@ -37,7 +50,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class TrainStep(HasWeights):
-    """Calling the step trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
+    """A training step: each call trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
 
     Args:
         sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
@@ -49,6 +62,9 @@ class TrainStep(HasWeights):
         traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
         executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
+        weigh: see `LossWeigher`.
+        plans_any_batch: whether calls of any batch size can be planned: no plan, recipe or constraint of inputs and
+            outputs is given.
     """
 
     def __init__(
@@ -61,12 +77,16 @@ class TrainStep(HasWeights):
         traced: bool = False,
         executor: Executor | None = None,
         graphs: GraphedPasses | None = None,
+        weigh: Weigh = weighs_nothing,
+        plans_any_batch: bool = True,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
+        self._weigher = LossWeigher(sharded, weigh)
+        self.plans_any_batch = plans_any_batch
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
         executor = executor or Executor()
@@ -74,11 +94,15 @@ class TrainStep(HasWeights):
         self._has_stages = executor.has_stages
         self._traced: TracedStep | None = None
         if traced:
-            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, graphs)
+            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, self._weigher, graphs)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `max_grad_norm`. Raise for every other public attribute, because later steps would not read it."""
+        """Set `max_grad_norm` or a private attribute.
+
+        Raises:
+            NotAvailableError: the attribute is another one, which later steps would not read.
+        """
         if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
             raise NotAvailableError(
                 f"step.{name} = {value!r}: only max_grad_norm of a compiled step can be set. Set options of the "
@@ -89,7 +113,10 @@ class TrainStep(HasWeights):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles again for each new norm."""
+        """The norm to which gradients are scaled down; None: no clipping.
+
+        A traced step compiles again for each new norm.
+        """
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -109,9 +136,20 @@ class TrainStep(HasWeights):
         """The number of equal parts, along dim 0, into which the batch of a step is split."""
         return self.order.micro_batches
 
+    def loss_weights(self, *args: Any, **kwargs: Any) -> LossWeights | None:
+        """Return how the loss of a batch follows from losses of calls with these arguments; None without a loss.
+
+        The arguments are those of one micro-batch, whose program must be compiled.
+        """
+        assert self.sharded.program is not None, "it is compiled"
+        return self._weigher.of(self.sharded.program, FlatCall.of(args, kwargs, Outputs.LOSS))
+
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which the step's program runs; see `ShardedModule.mesh`."""
+        """The mesh on which the step's program runs.
+
+        With a pipeline, it is a stage's mesh, without the axis "pipeline".
+        """
         return self.sharded.mesh
 
     @property
@@ -132,12 +170,12 @@ class TrainStep(HasWeights):
         return self._run(self._parts(args, kwargs))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise `TraceError` for `torch.jit.script`, which calls this method."""
+        """Raise `TraceError`: `torch.jit.script`, which calls this method, cannot compile this step."""
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch without running it; return its plan."""
-        part_args, part_kwargs = self._parts(args, kwargs)[0]
+        part_args, part_kwargs = self._parts(args, kwargs).parts[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
                 return self._traced.compile_for(part_args, part_kwargs)
@@ -145,11 +183,14 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the model (with its place in the sequence of seeds) and of the optimizer."""
+        """Return the state dicts of the model, with its place in the sequence of seeds, and of the optimizer.
+
+        The keys are "model" and "optimizer".
+        """
         return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`."""
+        """Load the states of model and optimizer that `state_dict` returned."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -157,7 +198,11 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Log the reason once. Raise `NotAvailableError` if the step must do so, but the mesh has pipeline stages."""
+        """Whether the step must leave gradients in `.grad`, for example for hooks; log the reason once.
+
+        Raises:
+            NotAvailableError: the step must do so, and the mesh has pipeline stages.
+        """
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
             raise NotAvailableError(
@@ -171,21 +216,26 @@ class TrainStep(HasWeights):
             )
         return reason is not None
 
-    def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Run a step by autograd, which sums the micro-batches' gradients, and the optimizer's own step."""
-        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
-        run_order(self.order, (0,), tasks)
+    def _run(self, batch: MicroBatches) -> torch.Tensor:
+        """Run a step by autograd and the optimizer's own `step`; return the loss of the batch."""
+        weights, shares = self._weights(batch), list[torch.Tensor]()
+        for numbers in batch.rounds(self.micro_batches):
+            parts = [batch.parts[number] for number in numbers]
+            tasks = _AutogradTasks(self.sharded, parts, [weights[number] for number in numbers])
+            run_order(self.order, (0,), tasks)
+            shares += tasks.shares.values()
         self._update()
-        return sum_of(list(tasks.shares.values()))
+        return sum_of(shares)
 
-    def _weights(self, parts: Sequence[Part]) -> list[float]:
-        if len(parts) == 1:
+    def _weights(self, batch: MicroBatches) -> list[float]:
+        """Return the weight of each micro-batch in the loss."""
+        if len(batch) == 1:
             return [1.0]
-        (args, kwargs), *_ = parts
+        (args, kwargs), *_ = batch.parts
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
-        return weights_of(self.sharded, self.sharded.program, parts)
+        return self._weigher.weights_of(self.sharded.program, batch)
 
     def _update(self) -> None:
         if self.max_grad_norm is not None:
@@ -206,7 +256,8 @@ class TrainStep(HasWeights):
                 "or SGD."
             ) from error
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatches:
+        """Split the arguments of a call into micro-batches."""
         return parts_of(args, kwargs, self.micro_batches)
 
 
@@ -214,7 +265,10 @@ class TrainStep(HasWeights):
 class _AutogradTasks:
     """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
-    `weights` has the weight of each micro-batch in the loss, and `shares` its weighted loss, by number.
+    Args:
+        parts: the arguments of each micro-batch.
+        weights: the weight of each micro-batch in the loss.
+        shares: micro-batch → its loss times its weight.
     """
 
     sharded: ShardedModule
@@ -226,7 +280,7 @@ class _AutogradTasks:
         return True
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward or a backward. A micro-batch of weight zero has no backward."""
+        """Run a forward or a backward of a micro-batch. A micro-batch of weight zero has no backward."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])

@@ -5,7 +5,7 @@ Before → after, with inputs on the left of each line and results on the right:
     parameters, inputs ↦ outputs, gradients
     parameters, inputs, state, hyper-parameters ↦ outputs, updated parameters, updated state
 
-1. With a limit on the gradients' norm, the scale is min(1, limit / (norm + 1e-6)) of the norm over all gradients, as in
+1. With a limit on the norm of all gradients, gradients are scaled by min(1, limit / (norm + 1e-6)), as in
    `torch.nn.utils.clip_grad_norm_`.
 2. Each parameter with a gradient and a group goes through the update operator of its group
    (`autoshard.kernels.optimizers`).
@@ -31,16 +31,19 @@ from autoshard.ir.update import Update, UpdateRule, hyper_slot, state_slot
 _aten = torch.ops.aten
 _autoshard = torch.ops.autoshard
 _EPSILON = 1e-6
-"""Addend of the norm in `torch.nn.utils.clip_grad_norm_`."""
+"""The number that `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
 
 _DROPPED = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
 
 
 def append_update(program: Program, update: Update, *, of_stage: bool = False) -> Program:
-    """Return the program of the whole step. The graph of `program` is extended in place.
+    """Return the program of the whole training step: `program`, then the optimizer's update.
+
+    The graph of `program` is extended in place.
 
     Args:
         program: a joint program with gradients, as traced.
+        update: the optimizer's groups and rules, and the limit on the gradients' norm.
         of_stage: whether the program is a stage of a pipeline. With clipping, a stage returns the sum of squares of its
             own gradients, and takes the sum over all stages (`InputKind.SQUARES`).
     """
@@ -81,14 +84,14 @@ class _Appending:
         return replace(self.program, inputs=tuple(self.inputs), outputs=tuple(kept))
 
     def _squares(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
-        """Return the sum of squares of all gradients, a scalar; None without clipping."""
+        """Emit the sum of squares of all gradients, a scalar, and return its node; None without clipping."""
         if self.update.max_grad_norm is None or not gradients:
             return None
         squares = [self._call(_autoshard.sum_of_squares.default, node, of=name) for name, node in gradients.items()]
         return functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
 
     def _scale(self, total: fx.Node) -> fx.Node:
-        """Return the factor that clips all gradients, a scalar, from the sum of squares `total`."""
+        """Emit the factor that clips all gradients, a scalar, from the sum of squares `total`; return its node."""
         limit = self.update.max_grad_norm
         norm = self._call(_aten.sqrt.default, total)
         ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
@@ -98,7 +101,10 @@ class _Appending:
         return self._call(_aten.add.Tensor, norm, _EPSILON)
 
     def _updates(self, gradients: dict[str, fx.Node], scale: fx.Node | None) -> Iterator[tuple[OutputSlot, fx.Node]]:
-        """Yield the results of the update, parameter by parameter in the order of the model."""
+        """Emit the update of each parameter, in the model's order.
+
+        Yield slot and node of each updated parameter and state.
+        """
         groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes_by_name()
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
@@ -115,7 +121,7 @@ class _Appending:
                 yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
 
     def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
-        """Emit the update of one parameter. Return the nodes of the updated parameter and of its updated state."""
+        """Emit the update of parameter `name`; return the nodes of the updated parameter and of its updated state."""
         call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
         if not rule.state:
             return [call]
@@ -144,7 +150,7 @@ class _Appending:
         return node
 
     def _call(self, target: Any, *args: Any, of: str = "") -> fx.Node:
-        """Emit a call of the update, attributed to the module of the parameter `of`."""
+        """Emit a call of the update phase. Its module is that of the parameter with name `of`."""
         node = self.program.graph.call_function(target, args)
         module = of.rpartition(".")[0]
         node.meta = {"phase": "update", "module": module, "source": f"{self.update.optimizer}.step"}
@@ -152,7 +158,10 @@ class _Appending:
         return node
 
     def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """Return the fake value of a call. Calls on operands of equal shape, strides, dtype and device share it."""
+        """Return the fake result of a call.
+
+        Calls on operands of equal shape, strides, dtype and device share one result.
+        """
         values = fx.map_arg(args, lambda node: node.meta["val"])
         if target is operator.getitem:
             return values[0][values[1]]
@@ -167,5 +176,5 @@ def _form(value: Tensor) -> tuple[Any, ...]:
 
 
 def _module(node: fx.Node) -> str:
-    """Return the path of a node's module and a dot, for use as a parameter's name in `_call`."""
+    """Return the path of a node's module followed by a dot, which `_call` takes as the name `of` a parameter."""
     return f"{node.meta['module']}."

@@ -53,7 +53,10 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
-    """Return the proof of a program with its stages. `is_added_up`: gradients of micro-batches are summed."""
+    """Return the proof of a compiled program. For a pipeline, all stages and their order are proven.
+
+    `is_added_up` says whether the program sums gradients over micro-batches.
+    """
     reports = []
     for part in program.parts:
         verify_phases(part)
@@ -93,7 +96,7 @@ def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
         return args, kwargs
-    part_args, part_kwargs = parts_of(args, kwargs, plan.micro_batches)[0]
+    part_args, part_kwargs = parts_of(args, kwargs, plan.micro_batches).parts[0]
     return tuple(part_args), part_kwargs
 
 
