@@ -3,8 +3,9 @@
 Usage: python -m tests.drawn_kills [--count 60] [--seed 0]
 
 A run of `tests.restarted` starts on one to four ranks, drawn anew for each start. A drawn rank kills itself by SIGKILL
-a drawn time after its imports: while ranks meet, plan, load, train or save. Each start must go on at the latest complete
-checkpoint, and take each batch at its step. Its losses must be within 1e-6 of those of a run that never stopped.
+a drawn time after its imports: while ranks meet, plan, load, train or save. Each start must go on at the latest
+complete checkpoint, and take each batch at its step. Its losses must be within 1e-6 of those of a run that never
+stopped.
 """
 
 from __future__ import annotations

@@ -116,12 +116,13 @@ def test_drawn_kills(tmp_path: Path) -> None:
 
 
 def test_a_process_alone_ends_with_its_status(tmp_path: Path) -> None:
-    """Without a launcher, SIGTERM ends the process with status 143."""
+    """Without a launcher, SIGTERM ends the process with status 143, however often it is sent."""
     process = start(tmp_path, None, steps=10**6)
     end = time.monotonic() + DEADLINE_S
     while not (tmp_path / "losses").exists() and time.monotonic() < end:
         time.sleep(0.05)
-    process.terminate()
+    for _ in range(3):
+        process.terminate()
     finish(process, status=STOPPED)
     assert STOPPED == 143
 
