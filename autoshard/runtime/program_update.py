@@ -1,7 +1,8 @@
-"""Run the update of a program, in two graphs if a pipeline stage needs the norm of all stages' gradients.
+"""Run the update of a program, in two graphs if the program computes the norm of its gradients.
 
-To clip gradients, the first graph computes the stage's own sum of squares, and the sums are added over stages. The
-second graph takes the total, and values from the first graph, and computes the new parameters and state.
+The first graph computes the norm; for a pipeline stage, the sum of squares of the stage's own gradients. The sums are
+added over stages, and the step may stop here if the norm is not finite. The second graph takes values from the first
+graph, and computes the new parameters and state. To clip, the second graph of a stage takes the sum over all stages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ProgramUpdate:
         graph_module: takes the gradients, summed over micro-batches, then `reads`; returns `writes`.
         gradients: the number of gradients.
         reads: slots of parameters, optimizer state and options.
-        writes: slots of updated parameters and state; for a stage that clips, also of its sum of squares.
+        writes: slots of updated parameters and state, and perhaps of the norm or of a stage's sum of squares.
     """
 
     graph_module: fx.GraphModule
@@ -40,39 +41,36 @@ class ProgramUpdate:
         """Load all graphs now. The graphs may bind process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
-    def run_squares(
-        self, carried: Sequence[LocalValue], held: list[torch.Tensor]
+    def run_norm(
+        self, carried: list[LocalValue], held: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
-        """Compute the sum of the squares of a stage's gradients, if the stage clips gradients.
+        """Compute the norm of the gradients, if the program has it; for a stage, the sum of the gradients' squares.
 
-        Return the sum as a scalar (None if the stage does not clip), and local values to pass to `run` as `kept`.
-        `carried` are the summed gradients, and `held` has the tensors of `reads`.
+        Return this scalar (None if the program does not compute it), and local values to pass to `run`. `carried` are
+        the gradients, summed over micro-batches; emptied. `held` has the tensors of `reads`.
         """
-        if self._first is None or self._squares is None:
-            return None, []
+        kept = carried.copy()
+        carried.clear()
+        if self._first is None or self._norm is None:
+            return None, kept
         for index in self._places_of_squares:
             held[index] = torch.zeros((), dtype=self.reads[index].dtype, device=self.engine.device)
-        squares, *kept = self._first([*carried, *self._read(held)])
-        return self.engine.write(squares, self.writes[self._squares]), kept
+        kept += self._read(held)
+        norm, *kept = self._first(kept)
+        return self.engine.write(norm, self.writes[self._norm]), kept
 
     @torch.no_grad()
-    def run(
-        self,
-        carried: list[LocalValue],
-        held: list[torch.Tensor],
-        kept: Sequence[LocalValue] = (),
-        squares: torch.Tensor | None = None,
-    ) -> None:
+    def run(self, kept: list[LocalValue], held: list[torch.Tensor], squares: torch.Tensor | None = None) -> None:
         """Update the user's parameters and state in place.
 
-        `kept` are the values from `run_squares`, `squares` is the sum of squares over all stages, or None if stages do
-        not clip. The other arguments are those of `run_squares`; `carried` is emptied.
+        `kept` are the values from `run_norm`; emptied. `squares` is the sum of squares over all stages, or None without
+        stages. `held` is as for `run_norm`.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
             held[index] = squares.to(self.reads[index].dtype)
-        values = [*kept, *carried, *self._read(held)]
-        carried.clear()
+        values = [*kept, *self._read(held)]
+        kept.clear()
         self.engine.store([held[place] for place in self._places], self._second(values), self._updated)
 
     @cached_property
@@ -80,10 +78,10 @@ class ProgramUpdate:
         return self.engine.reader(self.reads)
 
     @cached_property
-    def _squares(self) -> int | None:
-        """The position of the sum of squares among the results; None if the update does not return it."""
-        kinds = [slot.slot.kind for slot in self.writes]
-        return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
+    def _norm(self) -> int | None:
+        """The position among the results of the norm, or of a stage's sum of squares; None if there is neither."""
+        found = (index for index, slot in enumerate(self.writes) if slot.slot.kind in _NORMS)
+        return next(found, None)
 
     @cached_property
     def _places_of_squares(self) -> tuple[int, ...]:
@@ -91,7 +89,7 @@ class ProgramUpdate:
 
     @cached_property
     def _updated(self) -> tuple[LocalSlot, ...]:
-        return tuple(slot for index, slot in enumerate(self.writes) if index != self._squares)
+        return tuple(slot for index, slot in enumerate(self.writes) if index != self._norm)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
@@ -101,10 +99,13 @@ class ProgramUpdate:
 
     @cached_property
     def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
-        """The first graph (or None), the second graph, and the number of values that it takes from the first."""
-        if self._squares is None:
-            return None, self.graph_module, 0
-        return cut_graph(self.graph_module, (self._squares,))
+        """The first graph (or None), the second graph, and the number of values that the second takes from the first.
+
+        Without a first graph, the second graph takes the gradients.
+        """
+        if self._norm is None:
+            return None, self.graph_module, self.gradients
+        return cut_graph(self.graph_module, (self._norm,), hands_on=self.gradients)
 
     @cached_property
     def _first(self) -> Loaded | None:
@@ -114,5 +115,7 @@ class ProgramUpdate:
     @cached_property
     def _second(self) -> Loaded:
         _, graph_module, taken = self._parts
-        first = taken + self.gradients
-        return self.engine.load(graph_module, {index: first + place for index, place in enumerate(self._places)})
+        return self.engine.load(graph_module, {index: taken + place for index, place in enumerate(self._places)})
+
+
+_NORMS = (OutputKind.SQUARES, OutputKind.NORM)

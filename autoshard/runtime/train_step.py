@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from autoshard.errors import NotAvailableError
+from autoshard.errors import NonFiniteError, NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
@@ -27,6 +28,7 @@ from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.step_check import StepCheck
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import TracedStep
@@ -49,6 +51,8 @@ class TrainStep(HasWeights):
         traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
         executor: runs the tasks of a step; the module's own executor, if the mesh has a pipeline.
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
+        returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
+        on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
     """
 
     def __init__(
@@ -61,20 +65,26 @@ class TrainStep(HasWeights):
         traced: bool = False,
         executor: Executor | None = None,
         graphs: GraphedPasses | None = None,
+        returns_norm: bool = False,
+        on_nonfinite: str | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
-        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
+        self._returns_norm = returns_norm
+        self._check = StepCheck(sharded.engine.control, on_nonfinite)
+        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm, on_nonfinite)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
         executor = executor or Executor()
         executor.prove(self.order)
         self._has_stages = executor.has_stages
         self._traced: TracedStep | None = None
         if traced:
-            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, graphs)
+            self._traced = TracedStep(
+                sharded, optimizer, max_grad_norm, self.order, executor, self._check, graphs, returns_norm=returns_norm
+            )
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,6 +110,32 @@ class TrainStep(HasWeights):
             self._traced.clip_to(value)
 
     @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm over all gradients of the last step, before clipping: a scalar on the device of the parameters.
+
+        It is the result of `torch.nn.utils.clip_grad_norm_` on one device. It is None before the first step, and if
+        every target of a batch was ignored. Reading its value (`.item()`) waits for the device.
+
+        Raises:
+            NotAvailableError: the step does not compute the norm.
+        """
+        if not self._has_norm:
+            raise NotAvailableError(
+                "step.last_grad_norm: the step does not compute the norm of its gradients. Compile with "
+                "max_grad_norm=, or with options=autoshard.Options(grad_norm=True)."
+            )
+        return self._check.norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps without an update, because `on_nonfinite="skip"` found a number that is not finite."""
+        return self._check.skipped_steps
+
+    @property
+    def _has_norm(self) -> bool:
+        return self._returns_norm or self._max_grad_norm is not None
+
+    @property
     def is_traced(self) -> bool:
         """Whether the update is part of the program, so that the plan has the specs of optimizer state."""
         return self._traced is not None
@@ -122,6 +158,7 @@ class TrainStep(HasWeights):
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take one step on a global batch; return the global loss, a scalar without gradient."""
+        self._check.begin()
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
             return StepLoss.of(self._step(args, kwargs))
 
@@ -175,8 +212,9 @@ class TrainStep(HasWeights):
         """Run a step by autograd, which sums the micro-batches' gradients, and the optimizer's own step."""
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
-        self._update()
-        return sum_of(list(tasks.shares.values()))
+        loss = sum_of(list(tasks.shares.values()))
+        self._update(loss)
+        return loss
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
         if len(parts) == 1:
@@ -187,12 +225,24 @@ class TrainStep(HasWeights):
         assert self.sharded.program is not None, "`compile_for_loss` compiled it"
         return weights_of(self.sharded, self.sharded.program, parts)
 
-    def _update(self) -> None:
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
-        lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
-        self._step_optimizer()
+    def _update(self, loss: torch.Tensor) -> None:
+        """Check loss and gradients, clip the gradients, take the optimizer's own step, and free the gradients."""
+        norm = self._norm_of_gradients() if self._has_norm else None
+        try:
+            passes = self._check.passes(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        except NonFiniteError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        if passes:
+            if self.max_grad_norm is not None and norm is not None:
+                nn.utils.clip_grads_with_norm_(self.sharded.parameters(), self.max_grad_norm, norm)
+            lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
+            self._step_optimizer()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _norm_of_gradients(self) -> torch.Tensor:
+        parameters = self.sharded.parameters()
+        return nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
 
     def _step_optimizer(self) -> None:
         try:

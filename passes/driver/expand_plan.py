@@ -21,6 +21,7 @@ from autoshard.ir.repeat import Repeat
 from autoshard.ir.request import Request
 from autoshard.ir.restored_nodes import RestoredNode
 from autoshard.tracing import without
+from passes.driver.norm_of_plan import lacks_norm, with_norm, without_norm
 from passes.lowering.lower import check_digest
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
@@ -32,11 +33,14 @@ _Unit = tuple[int, int]
 
 
 def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
-    """Return the plan of the whole program, as traced, of a call. A plan without left-out blocks is returned unchanged.
+    """Return the plan of the whole program of a call, from a plan that may lack blocks, and the gradients' norm.
 
     Raises:
         PlanMismatchError: the plan is for another program, or its left-out blocks are not like the blocks beside them.
     """
+    if lacks_norm(plan, program) and request.update is not None:
+        bare = replace(request, update=replace(request.update, returns_norm=False))
+        return with_norm(expand_for(plan, without_norm(program), bare, trace), program)
     if not plan.repeats:
         return plan
     short = prepare(replace(trace(replace(request, model=without(request.model, plan.repeats))), repeats=plan.repeats))

@@ -20,5 +20,6 @@ class CutBackward:
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """Return the program with both halves of its backward in the field `halves`; the field `backward` stays."""
         sent = range(len(phased.backward_outputs))
-        inputs, weights, _ = cut_graph(phased.backward, sent, hands_on_inputs=True)
+        taken = len(phased.backward.graph.find_nodes(op="placeholder"))
+        inputs, weights, _ = cut_graph(phased.backward, sent, hands_on=taken)
         return replace(phased, halves=BackwardHalves(inputs, weights))
