@@ -35,6 +35,7 @@ from autoshard.errors import (
     UnknownHardwareError,
     VerificationError,
 )
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
@@ -60,6 +61,7 @@ __all__ = [
     "DoesNotFitError",
     "FormulaError",
     "InvalidSpecError",
+    "LossScaling",
     "LostRankError",
     "Mesh",
     "MeshError",

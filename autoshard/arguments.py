@@ -30,6 +30,7 @@ from autoshard.errors import (
 )
 from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.loss import Output, loss_among
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
@@ -332,6 +333,15 @@ def check_options(options: Any, kind: type) -> None:
     if not isinstance(options, kind):
         raise NotAvailableError(
             f"options={options!r} is a {type(options).__name__}; pass autoshard.Options(timeout_s=30), say."
+        )
+
+
+def check_scaling(loss_scaling: Any) -> None:
+    """Raise `NotAvailableError` unless `loss_scaling` is a `LossScaling` or None."""
+    if loss_scaling is not None and not isinstance(loss_scaling, LossScaling):
+        raise NotAvailableError(
+            f"loss_scaling={loss_scaling!r} is a {type(loss_scaling).__name__}; pass an autoshard.LossScaling, such as "
+            "LossScaling(init_scale=1024)."
         )
 
 

@@ -22,9 +22,11 @@ from autoshard.arguments import (
     check_options,
     check_programs,
     check_recipe,
+    check_scaling,
     checked_outputs,
     split_inputs,
 )
+from autoshard.ir.loss_scaling import LossScaling
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
@@ -66,6 +68,8 @@ class Options:
             the gradient norm is not finite on any rank. "skip" leaves out the update and counts `step.skipped_steps`.
             None checks nothing; see docs/how_to/watch_a_run.md.
         grad_norm: with an optimizer: compute `step.last_grad_norm` even without `max_grad_norm`.
+        loss_scaling: with an optimizer and `precision="f16"`: how the scale of the loss begins, rises and falls. None:
+            as by default in `torch.amp.GradScaler`; see docs/reference/precision.md.
 
     Raises:
         NotAvailableError: a value is not in the lists above.
@@ -81,6 +85,7 @@ class Options:
     cuda_graph: bool = False
     on_nonfinite: str | None = None
     grad_norm: bool = False
+    loss_scaling: LossScaling | None = None
 
     @property
     def returns_norm(self) -> bool:
@@ -90,6 +95,7 @@ class Options:
     def __post_init__(self) -> None:
         check_flags(gather_outputs=self.gather_outputs, cuda_graph=self.cuda_graph, grad_norm=self.grad_norm)
         check_on_nonfinite(self.on_nonfinite)
+        check_scaling(self.loss_scaling)
         checked_outputs(self.outputs, gather_outputs=self.gather_outputs)
         check_agreement(check=self.check, timeout_s=self.timeout_s)
         check_programs(dynamic_lengths=self.dynamic_lengths, max_programs=self.max_programs)

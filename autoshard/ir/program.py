@@ -43,6 +43,8 @@ class InputKind(StrEnum):
     HYPER = "hyper"
     SQUARES = "squares"
     """Input of a pipeline stage: the sum of squares of the gradients of all stages, for the gradients' norm."""
+    UNSCALE = "unscale"
+    """Input of a training step in float16: the factor that removes the scale of the loss from gradients, a scalar."""
 
 
 class OutputKind(StrEnum):

@@ -77,7 +77,7 @@ class Executor:
 
     def run(
         self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
-        graphs: GraphedPasses | None = None,
+        graphs: GraphedPasses | None = None, loss_scale: float = 1.0,
     ) -> ProgramRun:  # fmt: skip
         """Run all forwards and backwards of a call. The stages of the returned run have the summed gradients.
 
@@ -86,7 +86,7 @@ class Executor:
         order = table.staged.order
         assert len(weights) == order.micro_batches, "the order has a task for each micro-batch"
         stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
-        run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs)
+        run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs, loss_scale)
         run.begin()
         run_order(order, sorted({order.stage_ranks[number] for number in stages}), run)
         run.end()

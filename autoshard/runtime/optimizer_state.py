@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import TraceError
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
@@ -141,14 +142,19 @@ _SIDE = 64
 class HyperparameterText:
     """Returns the present hyperparameters of an optimizer as text, which ranks compare and messages show.
 
-    The text has the options of each group, `max_grad_norm`, `on_nonfinite` if set, and the number of steps. The text of
-    plain options is cached until an option changes.
+    The text has the options of each group, `max_grad_norm`, `on_nonfinite` if set, the scale of the loss if there is a
+    scale, and the number of steps. The text of plain options is cached until an option changes.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, on_nonfinite: str | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
+        on_nonfinite: str | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.max_grad_norm = max_grad_norm
+        self._loss_scale = loss_scale
         self._checks = "" if on_nonfinite is None else f", on_nonfinite={on_nonfinite}"
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] | None = None
@@ -162,7 +168,8 @@ class HyperparameterText:
             groups = (", ".join(f"{name}={_as_text(group[name])}" for name in sorted(group.keys() - {"params"}))
                       for group in options)  # fmt: skip
             self._text = f"{type(self._optimizer).__name__}({'; '.join(groups)})"
-        return f"{self._text}, max_grad_norm={self.max_grad_norm}{self._checks}, after {self._steps()} steps"
+        scale = "" if self._loss_scale is None else f", loss_scale={self._loss_scale.value:g}"
+        return f"{self._text}, max_grad_norm={self.max_grad_norm}{self._checks}{scale}, after {self._steps()} steps"
 
     def _steps(self) -> str:
         state = self._optimizer.state

@@ -90,6 +90,7 @@ class ProgramRun:
         stages: the stages that run in this process, by number.
         inputs: returns the inputs of a micro-batch; called once for each micro-batch.
         weights: the weight of each micro-batch in the loss. A micro-batch of weight zero has no backward.
+        loss_scale: the factor of all gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 
@@ -100,6 +101,7 @@ class ProgramRun:
     weights: Sequence[float]
     take: Take
     graphs: GraphedPasses | None = None
+    loss_scale: float = 1.0
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -191,11 +193,12 @@ class ProgramRun:
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """Return the gradient of an output: a later stage's, the micro-batch's weight for the loss, else zero."""
+        """Return the gradient of an output: a later stage's; for the loss, the scaled weight of the micro-batch; else 0."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results
-        share, engine = self.weights[micro_batch] if is_of_loss else 0.0, stage.program.engine
+        share = self.weights[micro_batch] * self.loss_scale if is_of_loss else 0.0
+        engine = stage.program.engine
         return engine.read(torch.full(slot.shape, share, dtype=slot.dtype, device=engine.device), slot)
 
     def _received(self, slot: LocalSlot, stage: StageRun, micro_batch: int, *, is_forward: bool) -> LocalValue:

@@ -2,12 +2,15 @@
 
 A gradient with an element that is not finite has a norm that is not finite, so one number stands for all gradients.
 The host reads loss and norm before it launches the update, and so waits for the device once per step.
+
+If the loss is scaled, some gradients overflow. Their step is skipped, and the scale falls. At a scale of 1 or less the
+scale is not the cause, so `on_nonfinite="raise"` raises.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from autoshard.errors import NonFiniteError
 from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.agreement.failed_ranks import FailedRanks
+from autoshard.runtime.loss_scale import LossScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,16 @@ class _Found:
     norm: float | None
 
     @property
+    def has_finite_loss(self) -> bool:
+        return self.loss is None or math.isfinite(self.loss)
+
+    @property
+    def has_finite_norm(self) -> bool:
+        return self.norm is None or math.isfinite(self.norm)
+
+    @property
     def are_finite(self) -> bool:
-        return all(math.isfinite(number) for number in (self.loss, self.norm) if number is not None)
+        return self.has_finite_loss and self.has_finite_norm
 
 
 class StepCheck:
@@ -34,7 +46,8 @@ class StepCheck:
 
     Args:
         control: the ranks of the whole run; None if this process runs alone.
-        on_nonfinite: "raise" or "skip"; None checks nothing.
+        on_nonfinite: "raise" or "skip"; None checks nothing, except gradients of a scaled loss.
+        loss_scale: the scale of the loss, which follows the checks; None: the loss is not scaled.
 
     Attributes:
         steps: number of calls of the step so far, the present call among them.
@@ -42,8 +55,11 @@ class StepCheck:
         norm: the norm of the gradients of the last step before clipping, a scalar; None if it was not computed.
     """
 
-    def __init__(self, control: ControlGroup | None, on_nonfinite: str | None) -> None:
+    def __init__(
+        self, control: ControlGroup | None, on_nonfinite: str | None, loss_scale: LossScale | None = None
+    ) -> None:
         self.on_nonfinite = on_nonfinite
+        self.loss_scale = loss_scale
         self.steps = 0
         self.skipped_steps = 0
         self.norm: torch.Tensor | None = None
@@ -66,14 +82,24 @@ class StepCheck:
             NonFiniteError: on every rank, with "raise", if a number of any rank is not finite.
         """
         self.norm = norm
-        if self.on_nonfinite is None:
+        if self.on_nonfinite is None and self.loss_scale is None:
             return True
-        found = _read(loss, norm)
-        if not self._failed_ranks.any(not found.are_finite, program):
-            return True
-        if self.on_nonfinite == "raise":
-            raise NonFiniteError(_describe(self.steps, self._failed_ranks.gather(lambda: found)))
-        self.skipped_steps += 1
+        found = _read(None if self.on_nonfinite is None else loss, norm)
+        is_skipped, has_overflown = self._failed_ranks.any(not found.are_finite, program), False
+        if is_skipped:
+            ranks = self._failed_ranks.gather(lambda: found)
+            has_overflown = not all(item.has_finite_norm for item in ranks.values())
+            if self._raises(ranks.values()):
+                raise NonFiniteError(_describe(self.steps, ranks))
+            self.skipped_steps += 1
+        if self.loss_scale is not None:
+            self.loss_scale.update(was_skipped=has_overflown)
+        return not is_skipped
+
+    def _raises(self, ranks: Collection[_Found]) -> bool:
+        """Whether a step with these numbers of all ranks, some of which are not finite, is an error."""
+        if self.loss_scale is None or self.loss_scale.value <= 1 or not all(item.has_finite_loss for item in ranks):
+            return self.on_nonfinite == "raise"
         return False
 
 

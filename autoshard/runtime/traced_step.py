@@ -15,6 +15,7 @@ from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import Part, common_program, share_of, sum_of, weights_of
 from autoshard.runtime.program_run import ProgramRun
@@ -33,6 +34,7 @@ class TracedStep:
         check: may stop a step before its update, and takes the norm of the gradients.
         graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
         returns_norm: compute the norm of the gradients even without clipping.
+        loss_scale: the scale of the loss; None: the loss is not scaled.
     """
 
     def __init__(
@@ -46,13 +48,17 @@ class TracedStep:
         graphs: GraphedPasses | None = None,
         *,
         returns_norm: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._sharded = sharded
         self._order = order
         self._executor = executor
         self._graphs = graphs
         self._check = check
-        self._state = TracedState(optimizer, sharded.engine, max_grad_norm, returns_norm=returns_norm)
+        self._loss_scale = loss_scale
+        self._state = TracedState(
+            optimizer, sharded.engine, max_grad_norm, returns_norm=returns_norm, loss_scale=loss_scale
+        )
 
     def clip_to(self, max_grad_norm: float | None) -> None:
         """Clip gradients to this norm from the next step on."""
@@ -82,7 +88,8 @@ class TracedStep:
 
         table = self._executor.prepare(executable, self._order)
         (loss_name,) = table.staged.results
-        run = self._executor.run(executable, table, inputs, weights, take, self._graphs)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        run = self._executor.run(executable, table, inputs, weights, take, self._graphs, scale)
         loss = sum_of(losses) if losses else None
         if any(weights):
             self._update(executable, run, loss)

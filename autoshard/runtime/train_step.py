@@ -22,6 +22,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
 from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
+from autoshard.runtime.loss_scale import LossScale
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
 from autoshard.runtime.of_model import refuse_capture
@@ -53,6 +54,7 @@ class TrainStep(HasWeights):
         graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
         returns_norm: compute `last_grad_norm` even without `max_grad_norm`.
         on_nonfinite: "raise", "skip" or None; see `autoshard.Options`.
+        loss_scale: the scale of the loss for gradients in float16; None: the loss is not scaled.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TrainStep(HasWeights):
         graphs: GraphedPasses | None = None,
         returns_norm: bool = False,
         on_nonfinite: str | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
@@ -74,8 +77,9 @@ class TrainStep(HasWeights):
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
         self._returns_norm = returns_norm
-        self._check = StepCheck(sharded.engine.control, on_nonfinite)
-        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm, on_nonfinite)
+        self._loss_scale = loss_scale
+        self._check = StepCheck(sharded.engine.control, on_nonfinite, loss_scale)
+        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm, on_nonfinite, loss_scale)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
         executor = executor or Executor()
         executor.prove(self.order)
@@ -83,7 +87,9 @@ class TrainStep(HasWeights):
         self._traced: TracedStep | None = None
         if traced:
             self._traced = TracedStep(
-                sharded, optimizer, max_grad_norm, self.order, executor, self._check, graphs, returns_norm=returns_norm
+                *(sharded, optimizer, max_grad_norm, self.order, executor, self._check, graphs),
+                returns_norm=returns_norm,
+                loss_scale=loss_scale,
             )
         self._is_made = True
 
@@ -128,12 +134,20 @@ class TrainStep(HasWeights):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps without an update, because `on_nonfinite="skip"` found a number that is not finite."""
+        """The number of steps without an update, because loss or gradients were not finite.
+
+        `on_nonfinite="skip"` skips steps, and so does `precision="f16"` if gradients overflow.
+        """
         return self._check.skipped_steps
 
     @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss in the next step, as in `torch.amp.GradScaler`; None if the loss is not scaled."""
+        return None if self._loss_scale is None else self._loss_scale.value
+
+    @property
     def _has_norm(self) -> bool:
-        return self._returns_norm or self._max_grad_norm is not None
+        return self._returns_norm or self._loss_scale is not None or self._max_grad_norm is not None
 
     @property
     def is_traced(self) -> bool:
@@ -182,13 +196,27 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the model (with its place in the sequence of seeds) and of the optimizer."""
-        return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Return the states of the model (with its place in the sequence of seeds), the optimizer and the loss scale.
+
+        The state of the loss scale is there if the loss is scaled, in the form of `torch.amp.GradScaler.state_dict`.
+        """
+        found = {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return found | self.loss_scale_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`."""
+        """Load a result of `state_dict`. A state without a loss scale leaves the scale as it is."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.load_loss_scale(state)
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """Return the state of the loss scale under the name "loss_scale"; empty if the loss is not scaled."""
+        return {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state_dict()}
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `loss_scale_state`, if it has a loss scale and the loss is scaled."""
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.load_state_dict(state["loss_scale"])
 
     def _model_weights(self) -> Weights:
         return self.sharded.model_weights
@@ -210,8 +238,11 @@ class TrainStep(HasWeights):
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
         """Run a step by autograd, which sums the micro-batches' gradients, and the optimizer's own step."""
-        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts), scale)
+        self._multiply_gradients(scale)
         run_order(self.order, (0,), tasks)
+        self._multiply_gradients(1 / scale)
         loss = sum_of(list(tasks.shares.values()))
         self._update(loss)
         return loss
@@ -240,6 +271,12 @@ class TrainStep(HasWeights):
             self._step_optimizer()
         self.optimizer.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
+    def _multiply_gradients(self, factor: float) -> None:
+        if self._loss_scale is not None:
+            for gradient in (item.grad for item in self.sharded.parameters() if item.grad is not None):
+                gradient.mul_(factor)
+
     def _norm_of_gradients(self) -> torch.Tensor:
         parameters = self.sharded.parameters()
         return nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
@@ -264,12 +301,14 @@ class TrainStep(HasWeights):
 class _AutogradTasks:
     """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
-    `weights` has the weight of each micro-batch in the loss, and `shares` its weighted loss, by number.
+    `weights` has the weight of each micro-batch in the loss, and `shares` its weighted loss, by number. Gradients have
+    the factor `loss_scale`.
     """
 
     sharded: ShardedModule
     parts: Sequence[Part]
     weights: Sequence[float]
+    loss_scale: float = 1.0
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
@@ -282,5 +321,5 @@ class _AutogradTasks:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])
             return
         if self.shares[number].requires_grad:
-            self.shares[number].backward()
+            (self.shares[number] * self.loss_scale).backward()
         self.shares[number] = self.shares[number].detach()

@@ -7,9 +7,11 @@ Before → after, with inputs on the left of each line and results on the right:
 
 1. If the update clips gradients or returns their norm, the norm over all gradients is a result. With a limit on the
    norm, gradients are scaled by min(1, limit / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
-2. Each parameter with a gradient and a group goes through the update operator of its group
+2. If the loss is scaled, an input has the inverse of the scale (`InputKind.UNSCALE`). Norm and gradients are multiplied
+   by this inverse before they are used.
+3. Each parameter with a gradient and a group goes through the update operator of its group
    (`autoshard.kernels.optimizers`).
-3. Gradients are no results any more. Their computation stays, because the update needs it.
+4. Gradients are no results any more. Their computation stays, because the update needs it.
 """
 
 from __future__ import annotations
@@ -68,10 +70,12 @@ class _Appending:
         with graph.inserting_before(output):
             total, scale = self._squares(gradients), None
             if total is not None:
+                inverse = self._inverse(total) if self.update.scales_loss else None
+                total = self._unscaled(total, inverse)
                 norm = None if self.of_stage else self._call(_aten.sqrt.default, total, name="norm")
                 kept.append(_result_of_norm(total, norm))
                 results.append(norm or total)
-                scale = self._scale(norm, total)
+                scale = self._scale(norm, total, inverse)
             for slot, node in self._updates(gradients, scale):
                 kept.append(slot)
                 results.append(node)
@@ -90,21 +94,34 @@ class _Appending:
     def _sum(self, one: fx.Node, two: fx.Node) -> fx.Node:
         return self._call(_aten.add.Tensor, one, two, of=_module(two), name="sum_of_norm")
 
-    def _scale(self, norm: fx.Node | None, own: fx.Node) -> fx.Node | None:
-        """Return the factor that clips all gradients, a scalar; None without clipping.
+    def _inverse(self, total: fx.Node) -> fx.Node:
+        """Return the input with the inverse of the scale of the loss, in float32, on the device of `total`."""
+        value: Tensor = total.meta["val"]
+        return self._placeholder(InputKind.UNSCALE, "unscale:all", value.new_empty((), dtype=torch.float32))
+
+    def _unscaled(self, squares: fx.Node, inverse: fx.Node | None) -> fx.Node:
+        """Return a sum of squares of gradients without the scale. One product after the other does not underflow."""
+        if inverse is None:
+            return squares
+        return self._call(_aten.mul.Tensor, self._call(_aten.mul.Tensor, squares, inverse), inverse)
+
+    def _scale(self, norm: fx.Node | None, own: fx.Node, inverse: fx.Node | None) -> fx.Node | None:
+        """Return the factor that clips all gradients and removes the scale of the loss, a scalar; None if it is 1.
 
         Args:
             norm: the norm of all gradients; None in a stage, which computes the norm from the sum over all stages.
             own: the sum of squares of the gradients of this program.
+            inverse: the inverse of the scale of the loss; None without scaling.
         """
         limit = self.update.max_grad_norm
         if limit is None:
-            return None
+            return inverse
         if norm is None:
             total = self._placeholder(InputKind.SQUARES, "squares:all", own.meta["val"])
             norm = self._call(_aten.sqrt.default, total, name="norm")
         ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
-        return self._call(_aten.clamp.default, ratio, None, 1.0)
+        clipped = self._call(_aten.clamp.default, ratio, None, 1.0)
+        return clipped if inverse is None else self._call(_aten.mul.Tensor, clipped, inverse)
 
     def _more(self, norm: fx.Node) -> fx.Node:
         return self._call(_aten.add.Tensor, norm, _EPSILON)

@@ -39,7 +39,7 @@ from autoshard.runtime.engine import Engine
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 from passes.driver.expand_plan import expand_for, expand_plan
-from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs, refuse_scaling
+from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs, refuse_unscaled
 from passes.driver.make_together import make_together
 from passes.driver.plan_and_lower import (
     DearMeshError,
@@ -96,6 +96,7 @@ class Planner:
         traces: a store of programs for all candidates of one call of `plan`; None: each call is traced.
         state_ratio: bytes of optimizer state per byte of parameters, for programs without the state.
         has_update: whether the update of an optimizer is traced. Constraints may then name its state.
+        scales_loss: whether training steps scale the loss, so that calls for a loss may have gradients in float16.
         micro_batches: number of micro-batches in a training step.
         load: number of stages and of micro-batches in flight on a pipeline rank.
         with_kernels: whether Triton kernels replace operators, in programs and predictions.
@@ -123,6 +124,7 @@ class Planner:
     memory_budget: int | None = None
     state_ratio: float = 0.0
     has_update: bool = False
+    scales_loss: bool = False
     micro_batches: int = 1
     load: StageLoad = ONE_STAGE
     strict: bool = False
@@ -187,7 +189,7 @@ class Planner:
         """Return the traced program of a call.
 
         Raises:
-            NotAvailableError: gradients in float16.
+            NotAvailableError: gradients in float16 without a training step.
             TraceError: the call cannot be captured, has an input without elements, or is a step without a loss.
         """
         if self.traces is not None:
@@ -195,8 +197,8 @@ class Planner:
             assert program is not None, "a call has a program"
             return program
         check_tensors(request.args, request.kwargs)
-        if request.grad:
-            refuse_scaling(self.precision)
+        if request.grad and not (self.scales_loss and request.outputs is Outputs.LOSS):
+            refuse_unscaled(self.precision)
         if self.traced is not None and request.grad and not request.all_tangents:
             return self.traced
         program = trace_call(request, self.loss_fn, self.precision)
