@@ -68,8 +68,8 @@ class Options:
             the gradient norm is not finite on any rank. "skip" leaves out the update and counts `step.skipped_steps`.
             None checks nothing; see docs/how_to/watch_a_run.md.
         grad_norm: with an optimizer: compute `step.last_grad_norm` even without `max_grad_norm`.
-        loss_scaling: with an optimizer and `precision="f16"`: how the scale of the loss begins, rises and falls. None:
-            as by default in `torch.amp.GradScaler`; see docs/reference/precision.md.
+        loss_scaling: with an optimizer and `precision="f16"`: settings of the scale of the loss. None: the defaults of
+            `torch.amp.GradScaler`; see docs/reference/precision.md.
 
     Raises:
         NotAvailableError: a value is not in the lists above.

@@ -142,8 +142,8 @@ _SIDE = 64
 class HyperparameterText:
     """Returns the present hyperparameters of an optimizer as text, which ranks compare and messages show.
 
-    The text has the options of each group, `max_grad_norm`, `on_nonfinite` if set, the scale of the loss if there is a
-    scale, and the number of steps. The text of plain options is cached until an option changes.
+    The text has the options of each group, `max_grad_norm` and the number of steps. If set, it also has `on_nonfinite`
+    and the scale of the loss. The text of plain options is cached until an option changes.
     """
 
     def __init__(

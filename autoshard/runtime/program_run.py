@@ -193,7 +193,7 @@ class ProgramRun:
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """Return the gradient of an output: a later stage's; for the loss, the scaled weight of the micro-batch; else 0."""
+        """Return the gradient of an output: a later stage's, the micro-batch's scaled weight for the loss, or zero."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

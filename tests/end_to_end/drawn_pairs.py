@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -44,7 +45,10 @@ def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
 
 def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
     """Casts among the nodes."""
-    mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs().filter(runs_in_bf16))
+    mesh, program = (
+        data.draw(meshes(max_ranks=4, max_axes=2)),
+        data.draw(programs().filter(partial(runs_in, torch.bfloat16))),
+    )
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans, precision="bf16"):
         traced = traced_call(program, plan.precision)
@@ -103,10 +107,10 @@ def _admitted(ranks: int, micro_batches: int) -> list[tuple[str, int]]:
     return [(name, stages) for name, stages in pairs if admits(name, ranks, micro_batches, stages)]
 
 
-def runs_in_bf16(program: DrawnProgram) -> bool:
-    """Whether one device runs the program in bfloat16; float32 buffers widen sums, some operators want equal types."""
+def runs_in(dtype: torch.dtype, program: DrawnProgram) -> bool:
+    """Whether one device runs the program in a type; float32 buffers widen sums, some operators want equal types."""
     try:
-        run_in_precision(program.model, torch.bfloat16, *program.inputs)
+        run_in_precision(program.model, dtype, *program.inputs)
     except (RuntimeError, ValueError) as error:
         return "dtype" not in str(error)
     return True
