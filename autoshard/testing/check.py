@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from autoshard import api
 from autoshard.arguments import split_inputs
-from autoshard.call import Options
 from autoshard.errors import AutoshardError, NotAvailableError
 from autoshard.ir.loss_scaling import LossScaling, scales_loss
 from autoshard.ir.mesh import Mesh
@@ -132,7 +131,7 @@ def _compile(
     whole = training.whole_step
     optimized = {} if whole is None else options_of(whole, model)
     if whole is not None and (precision or (plan and plan.precision)) == "f16":
-        optimized["options"] = Options(loss_scaling=whole.loss_scaling)
+        optimized["options"] = api.Options(loss_scaling=whole.loss_scaling)
     compiled = api.compile(model, mesh, plan=plan, precision=precision, **optimized)
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     if traced is not None:
