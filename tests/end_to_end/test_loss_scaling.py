@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard import LossScaling, Mesh, NonFiniteError, NotAvailableError, Options, P
-from autoshard.ir.program import Program
+from autoshard import LossScaling, Mesh, NonFiniteError, NotAvailableError, Options, P, VerificationError
+from autoshard.ir.program import InputKind, Program
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing import check_plan, meshes, plans, programs, traced_call
 from autoshard.tracing import trace
 from autoshard.tracing.precision import run_in_precision
+from passes.verification.verify_program import verify_program
 from tests.end_to_end.drawn_pairs import runs_in
 from tests.end_to_end.training import whole
 from tests.models import gpt2
@@ -271,6 +272,26 @@ def test_a_plan_of_a_float16_step_runs(mesh: Mesh) -> None:
     assert "in f16" in str(plan)
     assert "unscale" in str(plan.to_json())
     check(OPTIMIZERS["adamw"], mesh, steps=4, parts=plan.micro_batches, plan=plan, precision=None)
+
+
+@pytest.mark.parametrize("limit", [None, 0.3])
+def test_a_program_that_keeps_the_scale_is_refused(limit: float | None) -> None:
+    """Each use of the inverse is proven: in the norm, in the clipping, and in each update."""
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options = {"max_grad_norm": limit, "precision": "f16", "constraints": {"input:*": P("data")}}
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=batch(0), **options)
+    lowered = step.sharded.program.phased.lowered
+    verify_program(lowered.traced, lowered)
+    placeholders = lowered.graph_module.graph.find_nodes(op="placeholder")
+    scalars = {slot.slot.kind: node for slot, node in zip(lowered.inputs, placeholders, strict=True)}
+    inverse, scale = scalars[InputKind.UNSCALE], scalars[InputKind.TANGENT]
+    for user in list(inverse.users):
+        user.replace_input_with(inverse, scale)
+        with pytest.raises(VerificationError):
+            verify_program(lowered.traced, lowered)
+        user.replace_input_with(scale, inverse)
+    verify_program(lowered.traced, lowered)
 
 
 def saved(mesh: Mesh, folder: Path, steps: Iterable[int], **options: Any) -> tuple[TrainStep, dict[str, Tensor]]:

@@ -51,13 +51,14 @@ def _update(limit: float | None) -> Update:
     )
 
 
-def _run(program: Program, model: nn.Module) -> dict[str, Tensor]:
-    """Results by kind and name; state is zero."""
+def _run(program: Program, model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
+    """Results by kind and name; state is zero, and the loss has a scale."""
     parameters = dict(model.named_parameters())
     given: dict[tuple[InputKind, str], Any] = {(InputKind.INPUT, "input:0"): X}
     given |= {(InputKind.PARAMETER, name): item.detach() for name, item in parameters.items()}
     given |= {(InputKind.HYPER, name): item for name, item in HYPER.items()}
-    given[InputKind.TANGENT, "tangent:0"] = torch.ones((), dtype=torch.float64)
+    given[InputKind.TANGENT, "tangent:0"] = torch.full((), scale, dtype=torch.float64)
+    given[InputKind.UNSCALE, "unscale:all"] = torch.tensor(1 / scale, dtype=torch.float32)
     nodes = program.nodes_by_name()
     values = [
         torch.zeros(nodes[slot.node].meta["val"].shape, dtype=torch.float64)
@@ -104,6 +105,18 @@ def test_an_unclipped_step_returns_the_norm_if_asked() -> None:
     torch.testing.assert_close(found.pop("norm norm:all"), norm, rtol=1e-12, atol=0.0)
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+def test_a_scaled_step_is_the_same_step(limit: float | None) -> None:
+    """A scale of the loss changes neither norm nor update, because the program removes the scale."""
+    model, update = _net(), replace(_update(limit), returns_norm=True)
+    program = trace(model, (X,), update=replace(update, scales_loss=True))
+    assert [slot.node for slot in program.inputs_of(InputKind.UNSCALE)] == ["unscale_all"]
+    found, expected = _run(program, model, 2.0**20), _run(trace(model, (X,), update=update), model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_slots_of_a_whole_step() -> None:
