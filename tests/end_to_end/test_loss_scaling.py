@@ -140,8 +140,8 @@ def test_gpt2_trains_as_with_a_scaler(scaling: LossScaling, steps: int) -> None:
     """Scales, skipped steps and losses are those of `autocast` with `GradScaler`, over many overflows.
 
     `autocast` normalises in float32, and does not cast the residual stream. So its largest gradient may overflow a few
-    steps before or after ours, and losses differ by the progress of these steps. Where rounding decides nothing, scales
-    are equal.
+    steps before or after ours, and losses differ by the progress of these steps. Scales are equal where rounding
+    decides nothing.
     """
     model, example = gpt2()
     make = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
