@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from autoshard import NotAvailableError
 from autoshard.trackers import TensorBoard
@@ -13,16 +14,14 @@ from autoshard.trackers import TensorBoard
 
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     """Each number is a scalar with its step; no file before the first step."""
-    reading = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
-    )
     writer = TensorBoard(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     for number in (3, 4):
         writer.log(number, {"loss": number / 2, "lr": 0.25})
+        assert (tmp_path / "run").exists()
     writer.close()
     writer.close()
-    found = reading.EventAccumulator(str(tmp_path / "run")).Reload()
+    found = EventAccumulator(str(tmp_path / "run")).Reload()
     assert found.Tags()["scalars"] == ["loss", "lr"]
     assert [(item.step, item.value) for item in found.Scalars("loss")] == [(3, 1.5), (4, 2.0)]
 
