@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autoshard import data, report
+from autoshard import data, report, trackers
 from autoshard.api import compile, plan, price, prove, verify
 from autoshard.calibration import calibrate
 from autoshard.call import Options
@@ -45,6 +45,7 @@ from autoshard.kernels.tuning_switch import tune_kernels
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
+from autoshard.trackers import track
 from cost_models.formulas import vectorise
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ __all__ = [
     "prove",
     "report",
     "sharding_rule",
+    "track",
+    "trackers",
     "tune_kernels",
     "vectorise",
     "verify",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +37,18 @@ from autoshard.runtime.weights.has_weights import HasWeights
 from autoshard.runtime.weights.model_weights import Weights
 
 _LOGGER = logging.getLogger(__name__)
+
+
+class StepObserver(Protocol):
+    """Is told when a step begins and ends. A step that raises an error has no end."""
+
+    def begin(self) -> None:
+        """Called before a step."""
+        ...
+
+    def end(self, loss: torch.Tensor) -> None:
+        """Called with the global loss after a step. An accelerator may still compute the loss."""
+        ...
 
 
 class TrainStep(HasWeights):
@@ -76,6 +88,7 @@ class TrainStep(HasWeights):
         self._max_grad_norm = max_grad_norm
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
+        self._observers: tuple[StepObserver, ...] = ()
         self._returns_norm = returns_norm
         self._loss_scale = loss_scale
         self._check = StepCheck(sharded.engine.control, on_nonfinite, loss_scale)
@@ -125,12 +138,22 @@ class TrainStep(HasWeights):
         Raises:
             NotAvailableError: the step does not compute the norm.
         """
-        if not self._has_norm:
+        if not self.has_grad_norm:
             raise NotAvailableError(
                 "step.last_grad_norm: the step does not compute the norm of its gradients. Compile with "
                 "max_grad_norm=, or with options=autoshard.Options(grad_norm=True)."
             )
         return self._check.norm
+
+    @property
+    def has_grad_norm(self) -> bool:
+        """Whether the step computes `last_grad_norm`."""
+        return self._returns_norm or self._loss_scale is not None or self._max_grad_norm is not None
+
+    @property
+    def on_nonfinite(self) -> str | None:
+        """The given `Options(on_nonfinite=)`."""
+        return self._check.on_nonfinite
 
     @property
     def skipped_steps(self) -> int:
@@ -144,10 +167,6 @@ class TrainStep(HasWeights):
     def loss_scale(self) -> float | None:
         """The factor of the loss in the next step, as in `torch.amp.GradScaler`; None if the loss is not scaled."""
         return None if self._loss_scale is None else self._loss_scale.value
-
-    @property
-    def _has_norm(self) -> bool:
-        return self._returns_norm or self._loss_scale is not None or self._max_grad_norm is not None
 
     @property
     def is_traced(self) -> bool:
@@ -173,8 +192,21 @@ class TrainStep(HasWeights):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take one step on a global batch; return the global loss, a scalar without gradient."""
         self._check.begin()
+        for observer in self._observers:
+            observer.begin()
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
-            return StepLoss.of(self._step(args, kwargs))
+            loss = self._step(args, kwargs)
+        for observer in self._observers:
+            observer.end(loss)
+        return StepLoss.of(loss)
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` at the start and the end of each step from now on."""
+        self._observers = (*self._observers, observer)
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` no more."""
+        self._observers = tuple(item for item in self._observers if item is not observer)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         members = self.sharded.members()
@@ -258,7 +290,7 @@ class TrainStep(HasWeights):
 
     def _update(self, loss: torch.Tensor) -> None:
         """Check loss and gradients, clip the gradients, take the optimizer's own step, and free the gradients."""
-        norm = self._norm_of_gradients() if self._has_norm else None
+        norm = self._norm_of_gradients() if self.has_grad_norm else None
         try:
             passes = self._check.passes(loss, norm.full_tensor() if isinstance(norm, DTensor) else norm)
         except NonFiniteError:
