@@ -194,7 +194,10 @@ class Tracker:
     def _known(self) -> dict[str, float]:
         """Return the numbers that the host knows."""
         found = {"peak_memory_bytes": float(_peak_bytes(self._step.sharded.engine.device))}
-        if self._step.on_nonfinite == "skip":
+        scale = self._step.loss_scale
+        if scale is not None:
+            found["loss_scale"] = scale
+        if scale is not None or self._step.on_nonfinite == "skip":
             found["skipped_steps"] = float(self._step.skipped_steps)
         return found
 

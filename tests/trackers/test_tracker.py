@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard import Mesh, NonFiniteError, NotAvailableError, Options
+from autoshard import LossScaling, Mesh, NonFiniteError, NotAvailableError, Options
 from autoshard.trackers import CSV, Progress, RunWriter, TensorBoard, WandB
 from autoshard.trackers.tracker import _close
 from tests.runtime.processes import report, run_checks
@@ -122,6 +122,14 @@ def test_groups_and_skipped_steps() -> None:
     assert [(values["lr"], values["lr_1"]) for _, values in kept.rows] == [(0.25, 0.5)] * 2
     assert [values["skipped_steps"] for _, values in kept.rows] == [0.0, 1.0]
     assert math.isnan(kept.rows[1][1]["grad_norm"])
+
+
+def test_the_scale_of_the_loss() -> None:
+    """A step in float16 has its scale after the step, and counts skipped steps."""
+    step, kept = step_of(precision="f16", options=Options(loss_scaling=LossScaling(init_scale=2.0**60))), Kept()
+    with autoshard.track(step, kept):
+        step(TOKENS, ONE)
+    assert [(values["loss_scale"], values["skipped_steps"]) for _, values in kept.rows] == [(2.0**59, 1.0)]
 
 
 def test_a_step_that_fails_is_not_written() -> None:
