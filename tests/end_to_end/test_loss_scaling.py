@@ -25,11 +25,11 @@ from autoshard.ir.program import InputKind, Program
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.runtime.train_step import TrainStep
-from autoshard.testing import check_plan, meshes, plans, programs, traced_call
+from autoshard.testing import plans
 from autoshard.tracing import trace
 from autoshard.tracing.precision import run_in_precision
 from passes.verification.verify_program import verify_program
-from tests.end_to_end.drawn_pairs import runs_in
+from tests.end_to_end.drawn_pairs import any_plan_of_a_step_in_f16
 from tests.end_to_end.training import whole
 from tests.models import gpt2
 from tests.runtime.processes import checked_once, report
@@ -193,17 +193,10 @@ def test_any_plan_skips_the_same_steps(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_drawn_programs_train_in_float16(data: st.DataObject) -> None:
     """Drawn models, with drawn optimizers and plans, equal one device with torch's scaler."""
-    mesh = data.draw(meshes(max_ranks=4, max_axes=2))
-    program = data.draw(programs(max_blocks=2, whole_steps=True).filter(partial(runs_in, F16)))
-    assert program.whole_step is not None, "it is a whole step"
-    whole_step = replace(program.whole_step, loss_scaling=LossScaling(init_scale=64.0))
-    plan = data.draw(plans(program, mesh, precision="f16"))
-    traced = traced_call(program, "f16")
-    options = {"plan": plan, "traced": traced, "whole_step": whole_step, "steps": 2}
-    check_plan(program.model, mesh, program.inputs, **options).raise_if_different()
+    any_plan_of_a_step_in_f16(data)
 
 
 LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
